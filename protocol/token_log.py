@@ -67,6 +67,16 @@ class Terminal(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
 
 
+class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the prompt cache decided. On a miss, `similarity` and `reason` tell of the best candidate."""
+
+    outcome: Literal["miss", "exact", "semantic", "coalesced"] = "miss"
+    tier: str | None = None
+    similarity: float | None = None
+    age_s: float | None = None
+    reason: str | None = None
+
+
 class TokenLog:
     """Append-only record of one answer: numbered deltas, then one `Terminal`."""
 
