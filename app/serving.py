@@ -11,20 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
-
+from deployments.wire import ModelInfo
 from protocol.request import InferenceRequest
 from protocol.token_log import CacheOutcome, TokenLog
 
-
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The model being served, as clients and the cache need to know it."""
-
-    id: str
-    revision: str
-    context_length: int
-    created: int
-    backend: str
+__all__ = ["ModelInfo", "Stream", "StreamOpener"]
 
 
 @dataclass

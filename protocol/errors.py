@@ -9,8 +9,10 @@
     │   ├── ModelNotFound       model_not_found          pick a model from /v1/models
     │   ├── DuplicateId         duplicate_id             pick another id, or wait for the first to end
     │   ├── UnknownId           unknown_id               nothing to do: there is no such live request
+    │   ├── CacheMiss            cache_miss              `cache: only` found nothing: ask without it
     │   └── BadState            bad_state                the frame does not fit the request's state
     ├── Unauthorized            unauthorized             send a valid key
+    ├── OriginRefused           origin_refused           open the page from an allowed origin
     ├── RateLimited             rate_limited             retry after `retry_after_s`
     ├── Overloaded              overloaded               retry after `retry_after_s`
     ├── ResumeExpired           resume_expired           start the request again
@@ -47,6 +49,10 @@ class ServingError(Exception):
         param: name of the request field at fault, as the client wrote it.
         limit: the bound that was broken, when there is one.
         retry_after_s: seconds after which a retry makes sense.
+
+    Attributes:
+        request_id: the client's name for the request that the error is about, when a
+            frame told it; a transport's matter, so not part of `info`.
     """
 
     code: ClassVar[str] = "internal"
@@ -67,6 +73,7 @@ class ServingError(Exception):
         self.param = param
         self.limit = limit
         self.retry_after_s = retry_after_s
+        self.request_id: str | None = None
 
     @property
     def info(self) -> ErrorInfo:
@@ -130,10 +137,21 @@ class BadState(InvalidRequest):
     http_status = 409
 
 
+class CacheMiss(InvalidRequest):
+    code = "cache_miss"
+    http_status = 404
+
+
 class Unauthorized(ServingError):
     code = "unauthorized"
     http_status = 401
     openai_type = "authentication_error"
+
+
+class OriginRefused(ServingError):
+    code = "origin_refused"
+    http_status = 403
+    openai_type = "permission_error"
 
 
 class RateLimited(ServingError):
@@ -179,7 +197,9 @@ ERROR_BY_CODE: dict[str, type[ServingError]] = {
         DuplicateId,
         UnknownId,
         BadState,
+        CacheMiss,
         Unauthorized,
+        OriginRefused,
         RateLimited,
         Overloaded,
         ResumeExpired,

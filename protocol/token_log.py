@@ -8,6 +8,7 @@ belongs to one event loop (or one thread); it does no IO and never blocks.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Literal
 
@@ -16,6 +17,7 @@ import msgspec
 from protocol.errors import ErrorInfo
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
+CacheResult = Literal["miss", "exact", "semantic", "coalesced"]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +72,8 @@ class Terminal(msgspec.Struct, frozen=True, kw_only=True):
 class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the prompt cache decided. On a miss, `similarity` and `reason` tell of the best candidate."""
 
-    outcome: Literal["miss", "exact", "semantic", "coalesced"] = "miss"
+    # Made by a factory because omit_defaults leaves out plain defaults, and this must be there.
+    outcome: CacheResult = msgspec.field(default_factory=lambda: "miss")
     tier: str | None = None
     similarity: float | None = None
     age_s: float | None = None
@@ -103,17 +106,19 @@ class TokenLog:
         return "".join(delta.text for delta in self._deltas)
 
     def append(self, *deltas: TokenDelta) -> None:
-        """Adds deltas and wakes the cursors once.
+        """Adds deltas, all or none, and wakes the cursors once.
 
         Raises:
             ValueError: a `seq` does not rise, or the log has ended.
         """
         if self._terminal is not None:
             raise ValueError("append to a finished log")
+        next_seq = self.next_seq
         for delta in deltas:
-            if delta.seq < self.next_seq:
-                raise ValueError(f"seq {delta.seq} after {self.next_seq - 1}")
-            self._deltas.append(delta)
+            if delta.seq < next_seq:
+                raise ValueError(f"seq {delta.seq} after {next_seq - 1}")
+            next_seq = delta.seq + 1
+        self._deltas.extend(deltas)
         self._wake()
 
     def finish(self, terminal: Terminal) -> bool:
@@ -148,10 +153,7 @@ class Cursor:
 
     def __init__(self, log: TokenLog, next_seq: int = 0) -> None:
         self.log = log
-        self._index = 0
-        deltas = log._deltas
-        while self._index < len(deltas) and deltas[self._index].seq < next_seq:
-            self._index += 1
+        self._index = bisect_left(log._deltas, next_seq, key=lambda delta: delta.seq)
 
     def take(self, limit: int | None = None) -> list[TokenDelta]:
         """The deltas that are there now (at most `limit`), without waiting."""

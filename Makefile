@@ -1,0 +1,44 @@
+# Two commands matter: `make serve` and `make test`. Both start from a fresh clone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve dev test lint format models clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Seedance needs Python 3.11 or newer"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[dev]'
+	@touch $@
+
+install: $(STAMP)  ## create .venv and install everything
+
+models: $(STAMP)  ## prepare the default models (once)
+	$(BIN)/seedance models pull
+
+serve: $(STAMP)  ## install, prepare the model, serve it on http://127.0.0.1:8000
+	$(BIN)/seedance serve serve_config.yaml
+
+dev: $(STAMP)  ## the page and the APIs on a mock model, reloaded when a file changes
+	$(BIN)/seedance dev
+
+lint: $(STAMP)  ## ruff, mypy, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## rewrite in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint models  ## lint, then every test: units, a real Serve cluster, the real model, a browser
+	$(BIN)/pytest
+
+clean:  ## remove what was installed and built here (prepared models stay)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

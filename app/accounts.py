@@ -1,0 +1,60 @@
+"""Tenants and keys: who asks. The tenant comes from the credential, never from the request."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from app.settings import AuthSettings
+from protocol.errors import Unauthorized
+
+DEFAULT_TENANT = "default"
+
+
+def hash_key(key: str) -> str:
+    """SHA-256 of an API key, as it stands in the settings.
+
+    Keys are long random strings, so a plain digest cannot be guessed backwards.
+    """
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class Accounts:
+    """Answers one question: which tenant does this credential belong to?"""
+
+    def __init__(self, settings: AuthSettings) -> None:
+        # Looked up by digest: the time it takes tells nothing of a key that is nearly right.
+        self._tenant_by_digest = {key.sha256: key.tenant for key in settings.keys}
+        self._origins = frozenset(settings.allowed_origins)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everyone may ask, because no key is configured."""
+        return not self._tenant_by_digest
+
+    def tenant_of(self, authorization: str | None) -> str:
+        """The tenant of an `Authorization` header.
+
+        Raises:
+            Unauthorized: the header is missing, malformed, or names no known key.
+        """
+        if self.is_open:
+            return DEFAULT_TENANT
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise Unauthorized("send an API key: Authorization: Bearer KEY", param="Authorization")
+        tenant = self._tenant_by_digest.get(hash_key(key.strip()))
+        if tenant is None:
+            raise Unauthorized("this API key is not known here", param="Authorization")
+        return tenant
+
+    def allows_origin(self, headers: Mapping[str, str]) -> bool:
+        """Whether a browser page may open a socket: our own pages and the listed ones.
+
+        Clients that are no browsers send no Origin.
+        """
+        origin = headers.get("origin")
+        if origin is None or "*" in self._origins or origin in self._origins:
+            return True
+        return urlsplit(origin).netloc == headers.get("host")

@@ -1,0 +1,139 @@
+"""The one place for settings: `args:` of `serve_config.yaml`, checked, and handed down.
+
+Nothing below this file reads the environment or a file of its own. Unknown keys
+and values out of range are refused with the key's name, because Serve itself
+ignores what it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+Sha256Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+TenantName = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+
+
+class SettingsError(ValueError):
+    """The settings cannot be used; the message names each key at fault."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelSettings(_Section):
+    """The chat model and the engine that runs it."""
+
+    name: str = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    """Hugging Face id, or a folder with config.json, tokenizer and safetensors."""
+    served_name: str | None = Field(default=None, min_length=1, max_length=256)
+    """Model id that clients use; null: `name`."""
+    backend: Literal["transformers", "mock"] = "transformers"
+    """`mock` emits a canned answer through the real scheduler: front ends need no weights."""
+    mock_token_interval_s: float = Field(default=0.1, ge=0, le=60)
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
+    """CPU threads of one replica; null: all cores but one, which Serve's processes need."""
+    max_num_seqs: int = Field(default=16, ge=1, le=1024)
+    max_model_len: int | None = Field(default=None, ge=16, le=10_000_000)
+    """Longest prompt + answer, in tokens; null: what the model was trained for."""
+    max_num_batched_tokens: int = Field(default=512, ge=257, le=1_000_000)
+    max_waiting: int = Field(default=256, ge=1, le=1_000_000)
+    num_replicas: int = Field(default=1, ge=1, le=10_000)
+    num_cpus: float = Field(default=1, ge=0, le=1024)
+    num_gpus: float | None = Field(default=None, ge=0, le=64)
+    """GPUs of one replica; null: one where the cluster has any."""
+
+
+class CacheSettings(_Section):
+    """The semantic prompt cache."""
+
+    enabled: bool = True
+    semantic: bool = True
+    semantic_threshold: float = Field(default=0.95, ge=0, le=1)
+    ttl_s: float = Field(default=900, gt=0, le=31_536_000)
+    max_bytes: int = Field(default=64 * 2**20, ge=2**10, le=2**40)
+    max_entry_bytes: int = Field(default=2**20, ge=2**10, le=2**30)
+    embedder: str = "sentence-transformers/all-MiniLM-L6-v2"
+    embed_timeout_s: float = Field(default=0.15, gt=0, le=10)
+    lookup_timeout_s: float = Field(default=0.05, gt=0, le=10)
+    """On top of the embedding; past it the request goes to the model."""
+    epoch: int = Field(default=0, ge=0)
+    """Raise it to forget everything at once."""
+
+
+class LimitSettings(_Section):
+    """Bounds on what one client may ask for."""
+
+    max_body_bytes: int = Field(default=2**20, ge=2**10, le=2**30)
+    """One HTTP body or WebSocket message."""
+    max_connections: int = Field(default=2000, ge=1, le=1_000_000)
+    """WebSockets of one ingress replica."""
+    max_live_requests: int = Field(default=64, ge=1, le=4096)
+    """Unfinished requests of one WebSocket."""
+    accept_timeout_s: float = Field(default=10.0, gt=0, le=600)
+    """Time a model replica has to accept a request before the client is told to retry."""
+    heartbeat_s: float = Field(default=15.0, gt=0, le=600)
+
+
+class KeySettings(_Section):
+    """One API key. The key itself never stands in a file: only its SHA-256 does."""
+
+    tenant: TenantName
+    sha256: Sha256Hex
+
+
+class AuthSettings(_Section):
+    """Who may ask. Without keys everyone may, as the tenant `default`."""
+
+    keys: tuple[KeySettings, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of browser pages besides our own, such as "https://chat.example.org"; "*" is any."""
+
+
+class IngressSettings(_Section):
+    num_replicas: int = Field(default=1, ge=1, le=10_000)
+
+
+class Settings(_Section):
+    """Everything that an operator may set."""
+
+    home: Path = Field(default=Path("~/.cache/seedance"), strict=False)
+    """Where prepared models lie."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    model: ModelSettings = ModelSettings()
+    cache: CacheSettings = CacheSettings()
+    limits: LimitSettings = LimitSettings()
+    auth: AuthSettings = AuthSettings()
+    ingress: IngressSettings = IngressSettings()
+
+
+def parse_settings(args: dict[str, Any]) -> Settings:
+    """Checks the `args:` of the application.
+
+    Raises:
+        SettingsError: names every key that is unknown, of the wrong type or out of range.
+    """
+    try:
+        # YAML has lists where the settings have tuples; JSON mode takes one for the other
+        # and stays strict about everything else.
+        return Settings.model_validate_json(_to_json(args))
+    except ValidationError as exc:
+        lines = []
+        for error in exc.errors(include_url=False, include_input=False):
+            key = ".".join(str(part) for part in error["loc"]) or "args"
+            what = "unknown key" if error["type"] == "extra_forbidden" else error["msg"]
+            lines.append(f"{key}: {what}")
+        raise SettingsError("settings: " + "; ".join(lines)) from None
+
+
+def _to_json(args: dict[str, Any]) -> str:
+    try:
+        return json.dumps(args, allow_nan=False)
+    except (TypeError, ValueError) as exc:
+        raise SettingsError(f"settings: not plain YAML values: {exc}") from None

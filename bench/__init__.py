@@ -1,0 +1,1 @@
+"""Benchmarks: a load generator, a baseline to compare with, and one command that runs both."""

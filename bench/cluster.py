@@ -1,0 +1,126 @@
+"""A Serve cluster of its own for one measurement: started, waited for, and removed without trace.
+
+Ray's files, HAProxy's files and every port are the cluster's own, so that clusters of other
+people on the machine neither disturb it nor notice it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from app.launcher import is_ready, serve_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+READY_WITHIN_S = 300.0
+STOPPED_WITHIN_S = 60.0
+
+
+class ClusterFailed(Exception):
+    """The server did not come up; the message ends with the last lines of its log."""
+
+
+def free_port() -> int:
+    """A TCP port that nothing on this machine listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str], url: str, first_ingress_port: int) -> Iterator[None]:
+    """Runs `command`, which serves at `url`, for as long as the context lasts.
+
+    Args:
+        first_ingress_port: replicas that HAProxy reaches directly listen on one of the
+            hundred ports from here.
+
+    Raises:
+        ClusterFailed: the command ended, or `/readyz` was not 200 in time.
+    """
+    # Unix sockets lie below, and their paths must stay under 108 characters.
+    folder = Path(tempfile.mkdtemp(prefix="sdb-", dir="/tmp" if os.name == "posix" else None))
+    log = folder / "serve.log"
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=_environment(folder, first_ingress_port),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            _wait_until_ready(process, url, log)
+            yield
+        finally:
+            _stop(process)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environment(folder: Path, first_ingress_port: int) -> dict[str, str]:
+    own: Mapping[str, str] = {
+        "RAY_TMPDIR": str(folder),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy" / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "haproxy" / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "haproxy" / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder / "haproxy"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "haproxy" / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_ingress_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_ingress_port + 99),
+        # Nobody is left to drain when a measurement is over.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    }
+    # An address would make Ray join somebody's cluster instead of starting one.
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return serve_environment({**inherited, **own})
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline_s = time.monotonic() + READY_WITHIN_S
+    while not is_ready(url):
+        if process.poll() is not None:
+            raise ClusterFailed(f"the server ended with {process.returncode}\n{_tail(log)}")
+        if time.monotonic() > deadline_s:
+            raise ClusterFailed(f"{url} is not ready after {READY_WITHIN_S:g} s\n{_tail(log)}")
+        time.sleep(0.5)
+
+
+def _tail(log: Path, num_lines: int = 40) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C, then force for whoever of the process's descendants is still there."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOPPED_WITHIN_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for left in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
+    psutil.wait_procs(alive, timeout=5)

@@ -1,0 +1,145 @@
+"""The engine as an event loop sees it: prepare, admit, follow, abort. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakKeyDictionary
+
+from deployments.engine.config import EngineConfig
+from deployments.engine.engine import Emission, Engine, EngineStats, internal_error
+from deployments.engine.loop import EngineLoop
+from deployments.engine.sequence import Sequence, prepare
+from protocol.errors import ServingError
+from protocol.request import InferenceRequest
+from protocol.token_log import Terminal, TokenLog
+
+logger = logging.getLogger(__name__)
+
+NUM_PREPARE_THREADS = 2
+"""Tokenising lets go of the interpreter lock, so that two long prompts do not queue up."""
+
+
+class AsyncEngine:
+    """One engine for one event loop, the one that runs when `start` is awaited.
+
+    The way of a request: `prepare` it, hand the sequence to `admit` (alone or with others),
+    read `follow(seq)`, and `abort(seq)` when nobody reads any more. The sequence exists
+    before it is admitted, so a cancel can never miss it.
+
+    Args:
+        engine: not used by anyone else from now on.
+        rng: seeds of requests that name none; give one to make a test repeatable.
+    """
+
+    def __init__(self, engine: Engine, *, rng: random.Random | None = None) -> None:
+        self._engine = engine
+        self._rng = rng or random.SystemRandom()
+        self._loop = EngineLoop(engine, on_step=self._post)
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._pool = ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
+        # As long as somebody holds the sequence, its log can be followed.
+        self._logs: WeakKeyDictionary[Sequence, TokenLog] = WeakKeyDictionary()
+
+    async def start(self) -> None:
+        """Starts the engine's thread and waits until it is warm.
+
+        Raises:
+            Exception: what the warm-up raised.
+        """
+        self._event_loop = asyncio.get_running_loop()
+        self._loop.start()
+        await self._event_loop.run_in_executor(self._pool, self._loop.wait_until_ready)
+
+    async def prepare(self, request: InferenceRequest) -> Sequence:
+        """Tokenises and checks a request on a worker thread.
+
+        Raises:
+            ServingError: the request cannot run; see `sequence.prepare`.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._pool,
+                prepare,
+                request,
+                self._engine.tokenizer,
+                self._engine.config,
+                self._engine.clock,
+                self._rng,
+            )
+        except ServingError:
+            raise
+        except Exception as exc:
+            raise internal_error(f"request {request.request_id} cannot be prepared", exc) from exc
+
+    def admit(self, seqs: list[Sequence]) -> list[ServingError | None]:
+        """Hands sequences to the engine and returns at once; the abandoned are dropped.
+
+        Returns:
+            For each sequence None, or why it was refused; its log has ended in both cases
+            where it does not run.
+        """
+        return [self._admit(seq) for seq in seqs]
+
+    def follow(self, seq: Sequence) -> TokenLog:
+        """The sequence's log, which lives on the event loop."""
+        return self._logs.setdefault(seq, TokenLog())
+
+    def abort(self, seq: Sequence) -> None:
+        """Gives a sequence up, admitted or not; harmless after its end."""
+        self._loop.abort(seq)
+
+    def stats(self) -> EngineStats:
+        return self._loop.stats()
+
+    @property
+    def config(self) -> EngineConfig:
+        """Lowered to what the runner can hold."""
+        return self._engine.config
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._loop.is_healthy
+
+    def heartbeat_age_s(self) -> float:
+        return self._loop.heartbeat_age_s()
+
+    async def close(self) -> None:
+        """Ends everything that is live and joins the threads. May be called twice."""
+        await asyncio.to_thread(self._loop.close)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _admit(self, seq: Sequence) -> ServingError | None:
+        log = self.follow(seq)
+        timing = seq.timing(self._engine.clock())
+        if seq.is_abandoned:
+            log.finish(Terminal(finish_reason="cancelled", usage=seq.usage(), timing=timing))
+            return None
+        try:
+            self._loop.submit(seq)
+        except ServingError as error:
+            log.finish(
+                Terminal(finish_reason="error", usage=seq.usage(), timing=timing, error=error.info)
+            )
+            return error
+        return None
+
+    def _post(self, emissions: list[Emission]) -> None:
+        """Takes a step's emissions across to the event loop, all in one call."""
+        assert self._event_loop is not None, "start() comes first"
+        try:
+            self._event_loop.call_soon_threadsafe(self._apply, emissions)
+        except RuntimeError:
+            logger.info("event loop is closed, %d emissions dropped", len(emissions))
+
+    def _apply(self, emissions: list[Emission]) -> None:
+        for emission in emissions:
+            log = self.follow(emission.seq)
+            try:
+                log.append(*emission.deltas)
+            except ValueError:
+                logger.exception("log of request %s refused a delta", emission.seq.request_id)
+            if emission.terminal is not None:
+                log.finish(emission.terminal)

@@ -1,0 +1,79 @@
+"""How an engine is sized and where it runs. Plain data, validated when it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Device = str
+"""`auto`, `cpu`, `cuda` or `cuda:N`."""
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits of one engine, and the hardware its runner uses.
+
+    Args:
+        max_model_len: most tokens of a prompt and its answer together; the runner lowers
+            it to what the model's positions and the KV memory hold.
+        max_num_seqs: most sequences computed at the same time; lowered to what the KV
+            memory holds.
+        max_num_batched_tokens: token budget of one step, decodes and prefill together. It
+            bounds how long a running stream waits for its next token.
+        prefill_chunk_tokens: a prompt is cut only at multiples of this, so that the
+            arithmetic of a prompt never depends on who else is in the batch.
+        max_waiting: most sequences queued beyond the `max_num_seqs` running ones.
+        device: "auto" is CUDA when present, else the CPU.
+        dtype: of the weights; "auto" is bfloat16 on CUDA and on CPUs that compute it
+            natively, else float32.
+        num_threads: CPU threads of one forward; None leaves one core to the rest of the
+            process, because a spinning thread without a core of its own stalls all others.
+        kv_cache_gib: upper bound of the KV memory; None is half of the machine's memory,
+            8 GiB at most, on a CPU (pages are taken as they are used), and 80 % of what the
+            weights leave free on CUDA.
+        stall_after_s: age of the heartbeat at which the loop no longer counts as healthy.
+
+    Raises:
+        ValueError: a value is out of range; the message names it and the limit.
+    """
+
+    max_model_len: int = 8192
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    prefill_chunk_tokens: int = 256
+    max_waiting: int = 256
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    num_threads: int | None = None
+    kv_cache_gib: float | None = None
+    stall_after_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_model_len", 2),
+            ("max_num_seqs", 1),
+            ("prefill_chunk_tokens", 1),
+            ("max_waiting", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, the least is {least}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"num_threads is {self.num_threads}, the least is 1")
+        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
+            raise ValueError(f"kv_cache_gib is {self.kv_cache_gib}, it must be above 0")
+        if not self.stall_after_s > 0:
+            raise ValueError(f"stall_after_s is {self.stall_after_s}, it must be above 0")
+        # Every running sequence decodes in every step, and one piece of a prompt still fits:
+        # otherwise a full batch would hold a prompt back for ever.
+        least = self.max_num_seqs + self.prefill_chunk_tokens
+        if self.max_num_batched_tokens < least:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, the least is "
+                f"max_num_seqs + prefill_chunk_tokens = {least}"
+            )
+
+    @property
+    def capacity(self) -> int:
+        """Most sequences accepted at a time, running and waiting."""
+        return self.max_num_seqs + self.max_waiting

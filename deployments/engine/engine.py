@@ -1,0 +1,281 @@
+"""The engine: schedule, run, sample, emit. One thread, no IO, no clock of its own.
+
+Every sequence that is added ends in exactly one `Terminal`, whatever happens: a natural
+stop, a limit, a cancel, a deadline, or an error of its own. What goes wrong with one row
+ends that row; what goes wrong with a step ends that step's rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from deployments.engine.config import EngineConfig
+from deployments.engine.output import AnswerText
+from deployments.engine.runner import Runner
+from deployments.engine.sampler import SampledToken, Sampler
+from deployments.engine.scheduler import ScheduledRow, Scheduler, StepPlan
+from deployments.engine.sequence import Sequence, SequenceState
+from deployments.engine.tokenizer import ChatTokenizer
+from protocol.errors import DeadlineExceeded, DuplicateId, InternalError, Overloaded, ServingError
+from protocol.token_log import FinishReason, Terminal, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What one step has for one sequence: new deltas, its end, or both."""
+
+    seq: Sequence
+    deltas: list[TokenDelta] = field(default_factory=list)
+    terminal: Terminal | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Gauges and counters of one engine at one moment.
+
+    `finished_total` counts ended requests by outcome: `stop`, `length`, `tool_calls`,
+    `cancelled`, or an error's code (`timeout`, `internal`); `refused_total` those that were
+    never accepted.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    steps_total: int = 0
+    generated_tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    finished_total: dict[str, int] = field(default_factory=dict)
+    refused_total: int = 0
+    last_step_duration_s: float = 0.0
+    last_step_monotonic_s: float | None = None
+
+
+class Engine:
+    """Continuous batching over one runner. Not thread-safe: one thread calls everything.
+
+    `config` is lowered to what the runner can hold.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: ChatTokenizer,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self.config = replace(
+            config,
+            max_num_seqs=min(config.max_num_seqs, runner.max_num_seqs),
+            max_model_len=min(config.max_model_len, runner.max_model_len),
+        )
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self._runner = runner
+        self._sampler = sampler or Sampler()
+        self._scheduler = Scheduler(self.config)
+        self._answers: dict[str, tuple[Sequence, AnswerText]] = {}
+        self._finished: Counter[str] = Counter()
+        self._steps = self._generated_tokens = self._prompt_tokens = 0
+        self._last_step_duration_s = 0.0
+        self._last_step_s: float | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def warm_up(self) -> None:
+        """Prepares the runner; call it on the thread that will call `step`."""
+        self._runner.warm_up()
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence.
+
+        Raises:
+            Overloaded: all places, running and waiting, are taken.
+            DuplicateId: a live sequence has this request id.
+        """
+        if seq.request_id in self._answers:
+            raise DuplicateId(f"request {seq.request_id} is already running")
+        if len(self._answers) >= self.config.capacity:
+            raise overloaded(self.config)
+        self._answers[seq.request_id] = (seq, AnswerText(seq, self.tokenizer))
+        self._scheduler.add(seq)
+
+    def abort(self, request_id: str) -> bool:
+        """Drops a sequence before the next step is planned; False when there is none."""
+        found = self._answers.get(request_id)
+        if found is None:
+            return False
+        found[0].is_abandoned = True
+        return True
+
+    def step(self) -> list[Emission]:
+        """Computes one step for every running sequence; returns what there is to tell."""
+        emissions = self._drop_dead()
+        plan = self._scheduler.schedule()
+        if not plan.rows:
+            return emissions
+        started_s = self.clock()
+        sampled = self._compute(plan)
+        if isinstance(sampled, ServingError):
+            emissions += [self._fail(row.seq, sampled) for row in plan.rows]
+        else:
+            for row, token in zip(plan.sampled_rows, sampled, strict=True):
+                if (emission := self._emit(row.seq, token)) is not None:
+                    emissions.append(emission)
+        self._steps += 1
+        self._last_step_s = self.clock()
+        self._last_step_duration_s = self._last_step_s - started_s
+        return emissions
+
+    def fail_all(self, error: ServingError) -> list[Emission]:
+        """Ends every sequence with an error: the way out of an exception in `step` itself."""
+        # What the old scheduler holds is not to be trusted after that.
+        self._scheduler = Scheduler(self.config)
+        seqs = [seq for seq, _ in self._answers.values()]
+        for seq in seqs:
+            seq.state = SequenceState.FINISHED
+        return [self._fail(seq, error) for seq in seqs]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            steps_total=self._steps,
+            generated_tokens_total=self._generated_tokens,
+            prompt_tokens_total=self._prompt_tokens,
+            finished_total=dict(self._finished),
+            last_step_duration_s=self._last_step_duration_s,
+            last_step_monotonic_s=self._last_step_s,
+        )
+
+    def _drop_dead(self) -> list[Emission]:
+        """Ends what nobody waits for any more and what is too late, running or queued."""
+        now_s = self.clock()
+        emissions = []
+        for seq, _ in list(self._answers.values()):
+            if seq.is_abandoned:
+                emissions.append(self._end(seq, "cancelled"))
+            elif seq.deadline_s is not None and now_s >= seq.deadline_s:
+                allowed_s = seq.deadline_s - seq.arrival_s
+                error = DeadlineExceeded(
+                    f"request took {now_s - seq.arrival_s:.1f} s, its timeout_s is {allowed_s:g}",
+                    param="timeout_s",
+                    limit=allowed_s,
+                )
+                emissions.append(self._fail(seq, error))
+        return emissions
+
+    def _compute(self, plan: StepPlan) -> list[SampledToken | None] | ServingError:
+        """Runs and samples a plan; an exception comes back as the error for the plan's rows."""
+        for row in plan.rows:
+            if row.seq.first_scheduled_s is None:
+                row.seq.first_scheduled_s = self.clock()
+        sampled_rows = plan.sampled_rows
+        try:
+            logits = self._runner.run(plan)
+            assert logits.shape[0] == len(sampled_rows), "one row of logits for each sampled row"
+            # A model may have more logits than its tokenizer has tokens.
+            logits = logits[:, : self.tokenizer.vocab_size]
+            sampled = (
+                self._sampler.sample(logits, [row.seq for row in sampled_rows])
+                if sampled_rows
+                else []
+            )
+        except Exception as exc:
+            return internal_error("step failed", exc)
+        for row in plan.rows:
+            self._advance(row)
+        return sampled
+
+    def _advance(self, row: ScheduledRow) -> None:
+        num_prompt = len(row.seq.prompt_token_ids)
+        self._prompt_tokens += min(row.end, num_prompt) - min(row.start, num_prompt)
+        row.seq.num_computed_tokens = row.end
+
+    def _emit(self, seq: Sequence, token: SampledToken | None) -> Emission | None:
+        """Takes a row's new token; None while its text is held back."""
+        if token is None:
+            reason = ValueError("logits leave no token: NaN, infinite, or all masked")
+            return self._fail(seq, internal_error(f"request {seq.request_id} failed", reason))
+        try:
+            delta, finish_reason = self._append(seq, token)
+        except Exception as exc:
+            return self._fail(seq, internal_error(f"request {seq.request_id} failed", exc))
+        deltas = [] if delta is None else [delta]
+        if finish_reason is not None:
+            return self._end(seq, finish_reason, deltas)
+        return Emission(seq, deltas) if deltas else None
+
+    def _append(
+        self, seq: Sequence, token: SampledToken
+    ) -> tuple[TokenDelta | None, FinishReason | None]:
+        seq.output_token_ids.append(token.token_id)
+        self._generated_tokens += 1
+        if seq.first_token_s is None:
+            seq.first_token_s = self.clock()
+        if seq.grammar is not None:
+            seq.grammar.accept(token.token_id)
+        return self._answers[seq.request_id][1].push(token)
+
+    def _fail(self, seq: Sequence, error: ServingError) -> Emission:
+        return self._end(seq, "error", error=error)
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        deltas: list[TokenDelta] | None = None,
+        error: ServingError | None = None,
+    ) -> Emission:
+        """Takes a sequence out for good; its slot is free when this returns."""
+        del self._answers[seq.request_id]
+        if seq.state is not SequenceState.FINISHED:
+            self._scheduler.remove(seq)
+        try:
+            self._runner.release(seq)
+        except Exception:
+            # The request still gets its end.
+            logger.exception("runner did not release request %s", seq.request_id)
+        self._finished[reason if error is None else error.code] += 1
+        terminal = Terminal(
+            finish_reason=reason,
+            usage=seq.usage(),
+            timing=seq.timing(self.clock()),
+            error=None if error is None else error.info,
+        )
+        logger.info(
+            "request %s ended: %s, %d prompt and %d completion tokens, %.2f s",
+            seq.request_id,
+            reason if error is None else f"{error.code} ({error.message})",
+            terminal.usage.prompt_tokens,
+            terminal.usage.completion_tokens,
+            terminal.timing.total_ms / 1000,
+        )
+        return Emission(seq, deltas or [], terminal)
+
+
+def internal_error(what: str, cause: BaseException) -> InternalError:
+    """An error that tells a client an incident id, and the log the rest."""
+    incident = uuid.uuid4().hex[:12]
+    logger.error("incident %s: %s", incident, what, exc_info=cause)
+    return InternalError(f"internal error, incident {incident}")
+
+
+def overloaded(config: EngineConfig) -> Overloaded:
+    return Overloaded(
+        f"{config.capacity} requests are running or waiting, the limit is {config.capacity}",
+        limit=config.capacity,
+        retry_after_s=1.0,
+    )

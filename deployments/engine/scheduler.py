@@ -1,0 +1,105 @@
+"""Which sequences a step computes, and how many tokens of each.
+
+The whole policy: first come, first served, into `max_num_seqs` places; a step has a token
+budget; decodes go first, prompts fill the rest in pieces. Knows nothing of models, text
+or time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from deployments.engine.config import EngineConfig
+from deployments.engine.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True)
+class ScheduledRow:
+    """Tokens `start` to `end` of a sequence, to be computed in one step."""
+
+    seq: Sequence
+    start: int
+    end: int
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the row ends at its sequence's last token, so that a new one follows."""
+        return self.end == self.seq.num_tokens
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: the rows in the order in which their tokens are packed."""
+
+    rows: tuple[ScheduledRow, ...]
+
+    @property
+    def sampled_rows(self) -> tuple[ScheduledRow, ...]:
+        """The rows that get a new token: the runner's logits come in this order."""
+        return tuple(row for row in self.rows if row.is_sampled)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.end - row.start for row in self.rows)
+
+
+class Scheduler:
+    """Holds the queue and the running sequences, and plans steps."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes a sequence out, queued or running; its place is free for the next plan."""
+        (self.waiting if seq.state is SequenceState.WAITING else self.running).remove(seq)
+        seq.state = SequenceState.FINISHED
+
+    def schedule(self) -> StepPlan:
+        """Plans one step within the token budget, admitting from the queue while both last."""
+        budget = self._config.max_num_batched_tokens
+        rows: list[ScheduledRow] = []
+
+        def take(seq: Sequence) -> bool:
+            nonlocal budget
+            end = self._piece_end(seq, budget)
+            if end is None:
+                return False
+            rows.append(ScheduledRow(seq, seq.num_computed_tokens, end))
+            budget -= end - seq.num_computed_tokens
+            return True
+
+        for seq in self.running:
+            if _is_decode(seq):
+                take(seq)
+        for seq in self.running:
+            if not _is_decode(seq):
+                take(seq)
+        while self.waiting and len(self.running) < self._config.max_num_seqs:
+            if not take(self.waiting[0]):
+                break
+            seq = self.waiting.popleft()
+            seq.state = SequenceState.RUNNING
+            self.running.append(seq)
+        return StepPlan(tuple(rows))
+
+    def _piece_end(self, seq: Sequence, budget: int) -> int | None:
+        """Where the longest piece within the budget ends: at the last token or on the chunk grid."""
+        if seq.num_tokens - seq.num_computed_tokens <= budget:
+            return seq.num_tokens
+        chunk = self._config.prefill_chunk_tokens
+        end = (seq.num_computed_tokens + budget) // chunk * chunk
+        return end if end > seq.num_computed_tokens else None
+
+
+def _is_decode(seq: Sequence) -> bool:
+    return seq.num_tokens - seq.num_computed_tokens == 1

@@ -1,0 +1,414 @@
+"""One connection as a state machine without IO: messages in, events out.
+
+The connection goes CONNECTING → OPEN → DRAINING → CLOSED, each of its requests
+QUEUED → STREAMING → DONE. `TRANSITIONS` says what every frame does in every
+state; a pair that is not there is impossible. A client that sends an impossible
+frame gets an `ERROR` with code `bad_state`; when we would send one ourselves,
+that is a programming error and raises `ValueError`.
+
+Knows nothing of sockets, tasks or models. The clock is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from protocol.codec import decode, encode
+from protocol.errors import (
+    BadState,
+    DuplicateId,
+    ErrorInfo,
+    InputTooLarge,
+    Overloaded,
+    RateLimited,
+    ServingError,
+    UnknownId,
+)
+from protocol.frames import (
+    MAX_ID_CHARS,
+    Cancel,
+    ClientFrame,
+    ErrorFrame,
+    FinalUsage,
+    Frame,
+    Hello,
+    InferAck,
+    InferChunk,
+    InferDone,
+    InferReq,
+    Ping,
+    Pong,
+    type_of,
+)
+from protocol.parse import show
+from protocol.token_log import CacheOutcome, Terminal, TokenDelta
+
+
+class CloseCode(NamedTuple):
+    """What a close code means, and whether the client should connect again."""
+
+    meaning: str
+    should_reconnect: bool
+
+
+CLOSE_CODES = {
+    1000: CloseCode("normal closure", False),
+    1001: CloseCode("this server is going away", True),
+    1007: CloseCode("a text message was not UTF-8", False),
+    1009: CloseCode("a message was over max_message_bytes", False),
+    1011: CloseCode("the server failed", True),
+    1013: CloseCode("the server is overloaded: wait before connecting again", True),
+    4406: CloseCode("none of the subprotocols offered is spoken here", False),
+    4408: CloseCode("nothing was heard for two heartbeats", True),
+    4410: CloseCode("the client did not take what was sent to it", True),
+}
+
+
+class ConnectionState(StrEnum):
+    CONNECTING = "connecting"
+    """HELLO was not sent yet."""
+    OPEN = "open"
+    DRAINING = "draining"
+    """Live requests go on, new ones are refused."""
+    CLOSED = "closed"
+    """Nothing is read any more."""
+
+
+class RequestState(StrEnum):
+    ABSENT = "absent"
+    """No request of that id is known."""
+    QUEUED = "queued"
+    """INFER_REQ came, INFER_ACK was not sent yet."""
+    STREAMING = "streaming"
+    """INFER_ACK was sent, INFER_DONE not yet."""
+    DONE = "done"
+    """Ended, and still remembered."""
+
+
+class Action(StrEnum):
+    BY_REQUEST = "look at the request's state"
+    START = "start the request"
+    STOP = "cancel the request"
+    ANSWER_PING = "send PONG"
+    IGNORE = "nothing"
+    SEND = "send it"
+    REFUSE_DUPLICATE = "ERROR duplicate_id"
+    REFUSE_UNKNOWN = "ERROR unknown_id"
+    REFUSE_DRAINING = "ERROR overloaded"
+
+
+State = ConnectionState | RequestState
+_C, _R, _A = ConnectionState, RequestState, Action
+
+TRANSITIONS: dict[tuple[State, type[Frame]], tuple[Action, State]] = {
+    (_C.CONNECTING, Hello): (_A.SEND, _C.OPEN),
+    (_C.OPEN, InferReq): (_A.BY_REQUEST, _C.OPEN),
+    (_C.OPEN, Cancel): (_A.BY_REQUEST, _C.OPEN),
+    (_C.OPEN, Ping): (_A.ANSWER_PING, _C.OPEN),
+    (_C.OPEN, Pong): (_A.IGNORE, _C.OPEN),
+    (_C.DRAINING, InferReq): (_A.REFUSE_DRAINING, _C.DRAINING),
+    (_C.DRAINING, Cancel): (_A.BY_REQUEST, _C.DRAINING),
+    (_C.DRAINING, Ping): (_A.ANSWER_PING, _C.DRAINING),
+    (_C.DRAINING, Pong): (_A.IGNORE, _C.DRAINING),
+    (_R.ABSENT, InferReq): (_A.START, _R.QUEUED),
+    (_R.ABSENT, Cancel): (_A.REFUSE_UNKNOWN, _R.ABSENT),
+    (_R.QUEUED, InferReq): (_A.REFUSE_DUPLICATE, _R.QUEUED),
+    (_R.QUEUED, Cancel): (_A.STOP, _R.QUEUED),
+    (_R.QUEUED, InferAck): (_A.SEND, _R.STREAMING),
+    (_R.QUEUED, InferDone): (_A.SEND, _R.DONE),
+    (_R.QUEUED, ErrorFrame): (_A.SEND, _R.DONE),
+    (_R.STREAMING, InferReq): (_A.REFUSE_DUPLICATE, _R.STREAMING),
+    (_R.STREAMING, Cancel): (_A.STOP, _R.STREAMING),
+    (_R.STREAMING, InferChunk): (_A.SEND, _R.STREAMING),
+    (_R.STREAMING, InferDone): (_A.SEND, _R.DONE),
+    (_R.DONE, InferReq): (_A.START, _R.QUEUED),
+    (_R.DONE, Cancel): (_A.IGNORE, _R.DONE),
+}
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """Bounds on one connection.
+
+    `max_remembered_ids` is how many ended requests a late CANCEL is still known for.
+    """
+
+    max_message_bytes: int = 1024 * 1024
+    max_live_requests: int = 64
+    heartbeat_s: float = 15.0
+    max_remembered_ids: int = 1024
+
+    @property
+    def announced(self) -> dict[str, int | float]:
+        """The limits that HELLO tells."""
+        return {
+            "max_message_bytes": self.max_message_bytes,
+            "max_live_requests": self.max_live_requests,
+            "max_id_chars": MAX_ID_CHARS,
+        }
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """A request is to be started; answer it with `accept` or `refuse`, and end it with `done`."""
+
+    id: str
+    req: InferReq
+    binary: bool
+
+
+@dataclass(frozen=True)
+class CancelRequest:
+    """A live request is to be stopped. Comes at most once a request; end it with `done` as ever."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message is to be sent now."""
+
+    data: str | bytes
+
+
+@dataclass(frozen=True)
+class Close:
+    """The connection is to be closed, after what was sent before. Nothing comes after it."""
+
+    code: int
+    reason: str
+
+
+Event = StartRequest | CancelRequest | Send | Close
+
+
+@dataclass
+class _Request:
+    state: RequestState
+    binary: bool
+    wants_token_ids: bool
+    is_cancelled: bool = False
+
+
+class Session:
+    """The server's side of one connection.
+
+    Args:
+        clock: seconds that never go back.
+        binary: the form of frames that answer no frame of the client (HELLO, PING).
+    """
+
+    def __init__(
+        self, limits: SessionLimits, clock: Callable[[], float], *, binary: bool = False
+    ) -> None:
+        self.state = ConnectionState.CONNECTING
+        self._limits = limits
+        self._clock = clock
+        self._binary = binary
+        self._buffer = bytearray()
+        self._live: dict[str, _Request] = {}
+        self._ended: dict[str, None] = {}
+        self._heard_at = self._pinged_at = self._ticked_at = clock()
+
+    @property
+    def live_ids(self) -> tuple[str, ...]:
+        return tuple(self._live)
+
+    def open(self, hello: Hello) -> list[Event]:
+        """Greets the client; the first call."""
+        if (self.state, Hello) not in TRANSITIONS:
+            raise ValueError(f"HELLO in the state {self.state}")
+        self.state = ConnectionState.OPEN
+        self._heard_at = self._pinged_at = self._ticked_at = self._clock()
+        return [Send(self._encode(hello, self._binary))]
+
+    def receive(self, data: str | bytes) -> list[Event]:
+        """Takes one WebSocket message. Raises nothing, whatever the client sent."""
+        if self.state is ConnectionState.CLOSED:
+            return []
+        self._heard_at = self._clock()
+        binary = isinstance(data, bytes)
+        if self._is_too_large(data):
+            limit = self._limits.max_message_bytes
+            error = InputTooLarge(f"a message is over {limit} bytes, the limit", limit=limit)
+            return [self._error(error, binary), *self._close(1009, error.message)]
+        try:
+            return self._dispatch(decode(data), binary)
+        except ServingError as refusal:
+            return [self._error(refusal, binary)]
+
+    def tick(self, now: float) -> list[Event]:
+        """Keeps the heartbeat; to be called at `next_tick_at`, or more often."""
+        if self.state not in (ConnectionState.OPEN, ConnectionState.DRAINING):
+            return []
+        heartbeat_s = self._limits.heartbeat_s
+        # A late tick means that we were stopped, so nothing we did not hear counts against the peer.
+        is_late = now - self._ticked_at > 1.5 * heartbeat_s
+        self._ticked_at = now
+        if now - self._pinged_at < heartbeat_s:
+            return []
+        silent_s = now - self._heard_at
+        if self._heard_at < self._pinged_at and silent_s >= 2 * heartbeat_s and not is_late:
+            return self._close(4408, f"nothing was heard for {silent_s:.0f} s")
+        self._pinged_at = now
+        return [Send(self._encode(Ping(ts=round(now * 1000)), self._binary))]
+
+    @property
+    def next_tick_at(self) -> float:
+        """When `tick` has something to do next, on the session's clock."""
+        return self._pinged_at + self._limits.heartbeat_s
+
+    def drain(self) -> None:
+        """Refuses new requests from now on. Once `live_ids` is empty, close with 1001."""
+        if self.state is ConnectionState.OPEN:
+            self.state = ConnectionState.DRAINING
+
+    def close(self) -> list[CancelRequest]:
+        """Ends the session when the connection is gone: what is still live is to be stopped."""
+        self.state = ConnectionState.CLOSED
+        return [event for id in self._live for event in self._cancel(id)]
+
+    def accept(
+        self, id: str, *, stream: str, cache: CacheOutcome, queue_position: int | None = None
+    ) -> str | bytes:
+        """INFER_ACK: the request is queued, or answered from the cache."""
+        return self._send(
+            id, InferAck(id=id, stream=stream, cache=cache, queue_position=queue_position)
+        )
+
+    def chunk(self, id: str, delta: TokenDelta) -> str | bytes:
+        """INFER_CHUNK: the next piece of an accepted request's text."""
+        request = self._live.get(id)
+        with_token_ids = request is not None and request.wants_token_ids
+        return self._send(id, InferChunk.of(id, delta, with_token_ids=with_token_ids))
+
+    def done(
+        self, id: str, terminal: Terminal, seq: int, cache: CacheOutcome | None = None
+    ) -> str | bytes:
+        """INFER_DONE, the one last frame of a request; a cancelled one may end before INFER_ACK.
+
+        Args:
+            seq: one above the last token's number (`TokenLog.next_seq`).
+        """
+        usage = terminal.usage
+        frame = InferDone(
+            id=id,
+            seq=seq,
+            is_final=True,
+            finish_reason="error" if terminal.error is not None else terminal.finish_reason,
+            usage=FinalUsage(
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                total_tokens=usage.prompt_tokens + usage.completion_tokens,
+            ),
+            timing=terminal.timing,
+            cache=cache or CacheOutcome(),
+            error=terminal.error,
+        )
+        return self._send(id, frame)
+
+    def refuse(self, id: str, error: ErrorInfo) -> str | bytes:
+        """ERROR: the request could not start; it was not accepted and gets no other frame."""
+        return self._send(id, ErrorFrame.of(id, error))
+
+    def _dispatch(self, frame: ClientFrame, binary: bool) -> list[Event]:
+        action = self._client_action(self.state, frame)
+        if isinstance(frame, Ping):
+            return [Send(self._encode(Pong(ts=frame.ts), binary))]
+        if isinstance(frame, Pong):
+            return []
+        if action is Action.BY_REQUEST:
+            action = self._client_action(self._state_of(frame.id), frame)
+        if action is Action.START and isinstance(frame, InferReq):
+            return [self._start(frame, binary)]
+        if action is Action.STOP:
+            return [*self._cancel(frame.id)]
+        if action is Action.IGNORE:
+            return []
+        raise _refusal(action, frame.id)
+
+    def _client_action(self, state: State, frame: ClientFrame) -> Action:
+        try:
+            return TRANSITIONS[state, type(frame)][0]
+        except KeyError:
+            error = BadState(f"{type_of(type(frame))} does not fit the state {state}")
+            error.request_id = getattr(frame, "id", None)
+            raise error from None
+
+    def _start(self, req: InferReq, binary: bool) -> StartRequest:
+        limit = self._limits.max_live_requests
+        if len(self._live) >= limit:
+            error = RateLimited(
+                f"{limit} requests are live on this connection, the limit", limit=limit
+            )
+            error.request_id = req.id
+            raise error
+        self._ended.pop(req.id, None)
+        self._live[req.id] = _Request(RequestState.QUEUED, binary, bool(req.return_token_ids))
+        return StartRequest(req.id, req, binary)
+
+    def _cancel(self, id: str) -> list[CancelRequest]:
+        request = self._live[id]
+        if request.is_cancelled:
+            return []
+        request.is_cancelled = True
+        return [CancelRequest(id)]
+
+    def _send(self, id: str, frame: InferAck | InferChunk | InferDone | ErrorFrame) -> str | bytes:
+        """Moves the request on and encodes the frame in the form that its INFER_REQ had."""
+        state = self._state_of(id)
+        if (state, type(frame)) not in TRANSITIONS:
+            raise ValueError(f"{type_of(type(frame))} for request {id!r} in the state {state}")
+        request = self._live[id]
+        _, next_state = TRANSITIONS[state, type(frame)]
+        assert isinstance(next_state, RequestState)
+        request.state = next_state
+        if next_state is RequestState.DONE:
+            del self._live[id]
+            self._ended[id] = None
+            if len(self._ended) > self._limits.max_remembered_ids:
+                del self._ended[next(iter(self._ended))]
+        return self._encode(frame, request.binary)
+
+    def _state_of(self, id: str) -> RequestState:
+        request = self._live.get(id)
+        if request is not None:
+            return request.state
+        return RequestState.DONE if id in self._ended else RequestState.ABSENT
+
+    def _is_too_large(self, data: str | bytes) -> bool:
+        size = len(data)
+        if isinstance(data, str) and not data.isascii():
+            size = len(data.encode("utf-8", "surrogatepass"))
+        return size > self._limits.max_message_bytes
+
+    def _close(self, code: int, reason: str) -> list[Event]:
+        self.state = ConnectionState.CLOSED
+        return [Close(code, reason)]
+
+    def _error(self, error: ServingError, binary: bool) -> Event:
+        id = error.request_id
+        if id in self._live and not isinstance(error, DuplicateId):
+            # The client would take the error for the end of the live request.
+            id = None
+        return Send(self._encode(ErrorFrame.of(id, error.info), binary))
+
+    def _encode(self, frame: Frame, binary: bool) -> str | bytes:
+        return encode(frame, binary=binary, buffer=self._buffer)
+
+
+def _refusal(action: Action, id: str) -> ServingError:
+    error: ServingError
+    if action is Action.REFUSE_DUPLICATE:
+        error = DuplicateId(f"a live request has the id {show(id)}", param="id")
+    elif action is Action.REFUSE_UNKNOWN:
+        error = UnknownId(f"no request has the id {show(id)}", param="id")
+    else:
+        assert action is Action.REFUSE_DRAINING
+        error = Overloaded("this server is going away: connect again")
+    error.request_id = id
+    return error
