@@ -211,6 +211,9 @@ class Graph:
             if log.terminal is None:
                 raise InternalError("the model ended without a last record")
         except Exception as error:
+            if log.terminal is not None:
+                # Cancelled by us: Serve then raises an error of its own in our reader.
+                return
             logger.warning("request %s lost its model: %r", request.request_id, error)
             info_of_error = InternalError("the model replica failed; try again").info
             log.finish(

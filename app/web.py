@@ -45,6 +45,7 @@ def build_web(graph: Graph, settings: Settings) -> FastAPI:
             graph,
             lambda request: accounts.tenant_of(request.headers.get("authorization")),
             max_body_bytes=limits.max_body_bytes,
+            heartbeat_s=limits.heartbeat_s,
         )
     )
 

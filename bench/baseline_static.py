@@ -19,21 +19,16 @@ from typing import Any
 
 import msgspec
 import torch
-from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-api = FastAPI()
 
-
-class Question(BaseModel):
+class Question(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /generate`: always greedy."""
-
-    model_config = ConfigDict(extra="forbid")
 
     prompt: str
     max_tokens: int
@@ -103,7 +98,6 @@ class Row:
 
 
 @serve.deployment(max_ongoing_requests=4096)
-@serve.ingress(api)
 class StaticBatching:
     """Ingress and model in one replica, as in the tutorial: no call between deployments."""
 
@@ -128,12 +122,10 @@ class StaticBatching:
         self._answer.set_max_batch_size(max_batch_size)
         self._answer.set_batch_wait_timeout_s(batch_wait_timeout_s)
 
-    @api.get("/readyz")
-    async def readyz(self) -> str:
-        return "ready"
-
-    @api.post("/generate")
-    async def generate(self, question: Question) -> StreamingResponse:
+    async def __call__(self, request: Request) -> Response:
+        if request.method == "GET":  # /readyz
+            return PlainTextResponse("ready")
+        question = msgspec.json.decode(await request.body(), type=Question)
         return StreamingResponse(self._lines(question), media_type="application/x-ndjson")
 
     async def _lines(self, question: Question) -> AsyncIterator[bytes]:

@@ -8,6 +8,7 @@ that ask opposite things are often nearer to each other than paraphrases are.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from cache import lexicon
 from cache.wording import Term, Wording, read
@@ -48,14 +49,12 @@ def _difference(first: Wording, second: Wording) -> str:
     )
     if not only[0] and not only[1]:
         return "word order differs"
+    if len(only[0]) == len(only[1]) == 1 and _is_opposite(only[0][0].text, only[1][0].text):
+        return f"opposites: {only[0][0].shown} / {only[1][0].shown}"
     for label, belongs in _LABELS:
         chosen = [[term.shown for term in terms if belongs(term)] for terms in only]
         if chosen[0] or chosen[1]:
             return _phrase(label, chosen)
-    for one in only[0]:
-        for other in only[1]:
-            if _is_opposite(one.text, other.text):
-                return f"opposites: {one.shown} / {other.shown}"
     return _phrase("words differ", [[term.shown for term in terms] for terms in only])
 
 
@@ -75,7 +74,7 @@ def _is_name(term: Term) -> bool:
     return term.kind == "word" and term.shown[:1].isupper()
 
 
-_LABELS = (
+_LABELS: tuple[tuple[str, Callable[[Term], bool]], ...] = (
     ("quotes differ", lambda term: term.kind == "quote"),
     ("numbers differ", _is_number),
     ("units differ", lambda term: term.text in lexicon.UNITS),

@@ -20,7 +20,10 @@ def _phrases(text: str) -> frozenset[tuple[str, ...]]:
 
 ENGLISH_MARKERS = _words(
     """the of what how is are does did my your you which who where when why and with for this that
-    should could would tell explain it whats"""
+    should could would tell explain it whats please give make makes need needs want wants been about
+    into than then there here they their them his her our not but because between create find
+    write show help best first one two three name describe list convert compare from
+    if change changed remind any some"""
 )
 FOREIGN_MARKERS = _words(
     """der das und nicht ist ein eine wie sie ich el los las que como una por para est les une des
@@ -174,6 +177,10 @@ SCOPE_WORDS = _words(
     at for to from by with without during under over on about between"""
 )
 FRONTABLE = _words("on in at for to with during")
+# "How do I look" is no instruction.
+STATIVE_VERBS = _words(
+    "look feel know sound seem appear compare be have differ rank score come end smell taste"
+)
 MODALS = _words("can could should must may might will would")
 BE_FORMS = _words("is are was were")
 DETERMINERS = _words("the my your his her our their this that")
@@ -188,7 +195,7 @@ UNITS = _words(
     liter liters litre litres ml gallon gallons pint pints cup cups teaspoon teaspoons tablespoon
     tablespoons celsius fahrenheit kelvin degree degrees percent percentage dollar dollars euro
     euros yen yuan peso pesos rupee rupees cent cents usd eur gbp jpy byte bytes kb mb gb tb bit
-    bits watt watts kilowatt kilowatts volt volts amp amps hz khz mhz ghz mph kmh km/h am pm
+    bits watt watts kilowatt kilowatts volt volts amp amps hz khz mhz ghz mph kmh km/h
     stunde stunden minuten sekunden tage tag wochen woche monate jahre jahr meile meilen
     hora horas minuto minutos segundos día días semana semanas meses año años milla millas
     metro metros kilómetro kilómetros"""
@@ -216,7 +223,8 @@ NEGATION_CHARACTERS = "不没沒無无非别別未勿"
 NEGATIVE_PREFIXES = ("un", "dis", "in", "im", "il", "ir", "non", "non-", "mis", "de")
 OPPOSITES = frozenset(
     frozenset(pair.split("/"))
-    for pair in """on/off enable/disable increase/decrease before/after more/less max/min
+    for pair in _words(
+        """on/off enable/disable increase/decrease before/after more/less max/min
     maximum/minimum open/close buy/sell start/stop add/remove above/below with/without
     include/exclude allow/deny allow/block hot/cold first/last up/down in/out over/under
     left/right push/pull high/low higher/lower big/small large/small fast/slow faster/slower
@@ -232,5 +240,6 @@ OPPOSITES = frozenset(
     husband/wife mother/father son/daughter brother/sister rich/poor safe/dangerous
     cheap/expensive inside/outside forward/backward raise/lower
     eat/avoid can/should and/or must/may should/may to/from now/then is/was are/were
-    full-time/part-time""".split()
+    full-time/part-time am/pm"""
+    )
 )

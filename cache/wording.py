@@ -22,7 +22,7 @@ Kind = Literal["word", "number", "identifier", "quote", "mark"]
 
 SENTENCE_MARKS = ",;:.!?…。，、；：！？"
 STRICT_MARKS = frozenset(":;：；")
-OPENING, CLOSING = "([{", ")]}"
+OPENING, CLOSING = "([{¿¡", ")]}"
 MAX_FRONTED_TERMS = 8
 
 _SPANS = re.compile(
@@ -70,9 +70,7 @@ def read(prompt: str) -> Wording:
         terms = _without_foreign_politeness(terms)
         if any(term.text in STRICT_MARKS for term in terms):
             return _literal(terms)
-        return Wording(
-            tuple(terms), is_question, is_english=False, is_literal=False, has_case=True
-        )
+        return Wording(tuple(terms), is_question, is_english=False, is_literal=False, has_case=True)
     terms = [_folded(term) for term in terms]
     terms = _without_lead_in(terms)
     if any(term.text in STRICT_MARKS or term.text in lexicon.SPELLING_CUES for term in terms):
@@ -84,7 +82,11 @@ def read(prompt: str) -> Wording:
     opens_as_question = bool(terms) and terms[0].text in lexicon.QUESTION_WORDS
     is_question = opens_as_question or (is_question and not is_request)
     return Wording(
-        tuple(_as_sentence(terms)), is_question, is_english=True, is_literal=False, has_case=has_case
+        tuple(_as_sentence(terms)),
+        is_question,
+        is_english=True,
+        is_literal=False,
+        has_case=has_case,
     )
 
 
@@ -146,8 +148,7 @@ def _core(chunk: str) -> Term:
     if _WORD.fullmatch(text) and not _is_camel(text):
         return Term("word", text, text)
     if _NUMBER.fullmatch(text):
-        number = text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
-        return Term("number", number, chunk)
+        return Term("number", text, chunk)
     return Term("identifier", chunk, chunk)
 
 
@@ -175,7 +176,11 @@ def _is_english(words: list[str]) -> bool:
         return False
     stems = {word.split("'")[0] for word in lowered}
     # "i" alone is Italian too.
-    return not lexicon.ENGLISH_MARKERS.isdisjoint(stems) or {"can", "i"} <= stems or {"do", "i"} <= stems
+    return (
+        not lexicon.ENGLISH_MARKERS.isdisjoint(stems)
+        or {"can", "i"} <= stems
+        or {"do", "i"} <= stems
+    )
 
 
 def _folded(term: Term) -> Term:
@@ -257,7 +262,11 @@ def _without_hesitations(terms: list[Term], has_case: bool) -> list[Term]:
 
 
 def _without_foreign_politeness(terms: list[Term]) -> list[Term]:
-    if len(terms) > 1 and terms[-1].shown in ("bitte", "danke", "gracias") and terms[-2].text == ",":
+    if (
+        len(terms) > 1
+        and terms[-1].shown in ("bitte", "danke", "gracias")
+        and terms[-2].text == ","
+    ):
         return terms[:-2]
     if terms and terms[0].text.startswith("请问") and len(terms[0].text) > 2:
         return [terms[0]._replace(text=terms[0].text[2:].lstrip("，")), *terms[1:]]
@@ -284,11 +293,14 @@ def _expanded(term: Term) -> tuple[Term, ...]:
 
 
 def _with_numbers(terms: list[Term]) -> list[Term]:
-    """Number words up to ninety-nine as digits; larger ones stay words."""
+    """Number words up to ninety-nine as digits, larger ones stay words; 1,000 as 1000."""
     result: list[Term] = []
     for term in terms:
-        value = _number_of(term.text) if term.kind == "word" else None
-        result.append(term if value is None else Term("number", str(value), term.shown))
+        if term.kind == "word" and (value := _number_of(term.text)) is not None:
+            term = Term("number", str(value), term.shown)
+        elif term.kind == "number" and _THOUSANDS.fullmatch(term.text):
+            term = term._replace(text=term.text.replace(",", ""))
+        result.append(term)
     return result
 
 
@@ -316,8 +328,8 @@ def _in_natural_order(terms: list[Term]) -> list[Term]:
     if any(term.kind == "mark" for term in terms[:comma] + rest):
         return terms
     # A second phrase, clause or quantifier could attach the fronted phrase elsewhere.
-    ambiguous = lexicon.SCOPE_WORDS
-    if rest[0].text not in lexicon.QUESTION_WORDS or not ambiguous.isdisjoint(texts[comma + 2 :]):
+    is_plain = lexicon.SCOPE_WORDS.isdisjoint(texts[comma + 2 :])
+    if rest[0].text not in lexicon.QUESTION_WORDS or not is_plain:
         return terms
     return [*rest, front[0]._replace(shown=front[0].text), *front[1:]]
 
@@ -327,9 +339,9 @@ def _plain_opening(terms: list[Term]) -> tuple[list[Term], bool]:
     terms, is_request = _without_request(terms)
     texts = tuple(term.text for term in terms[:6])
     match texts:
-        case ("how", "do" | "can" | "could", "i", *_):
+        case ("how", "do" | "can", "i", verb, *_) if verb not in lexicon.STATIVE_VERBS:
             terms = _words("how to") + terms[3:]
-        case ("how", "i", "can" | "could", *_):
+        case ("how", "i", "can", verb, *_) if verb not in lexicon.STATIVE_VERBS:
             terms = _words("how to") + terms[3:]
         case ("what", "is", "the", "way", "to", *_):
             terms = _words("how to") + terms[5:]
@@ -347,7 +359,7 @@ def _without_request(terms: list[Term]) -> tuple[list[Term], bool]:
     start = 0
     if texts[:2] in (["can", "you"], ["could", "you"]):
         start = 3 if texts[2:3] == ["please"] else 2
-        if texts[start : start + 1] == [] or texts[start] not in lexicon.REQUEST_VERBS:
+        if len(texts) == start or texts[start] not in lexicon.REQUEST_VERBS:
             return terms, False
     opening = texts[start : start + 2]
     if opening not in (["tell", "me"], ["give", "me"]):

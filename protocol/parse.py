@@ -217,7 +217,7 @@ def sampling_params(fields: Mapping[str, Any] | msgspec.Struct) -> SamplingParam
             exc.param = "max_completion_tokens"
             exc.message = exc.message.replace("max_tokens", "max_completion_tokens", 1)
         raise
-    _check_token_ids(params.logit_bias or (), "logit_bias")
+    _check_token_ids((params.logit_bias or {}).keys(), "logit_bias")
     _check_token_ids(params.stop_token_ids, "stop_token_ids")
     return params
 
@@ -281,11 +281,12 @@ def _conversation(messages: Any, prompt: Any) -> dict[str, Any]:
 
 
 def _check_token_ids(token_ids: Iterable[Any], param: str) -> None:
-    for token_id in token_ids:
+    for index, token_id in enumerate(token_ids):
         if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+            at = f"{param}[{index}]" if isinstance(token_ids, Sequence) else param
             raise InvalidRequest(
-                f"{param} must hold token ids from 0 to {MAX_TOKEN_ID}, got {show(token_id)}",
-                param=param,
+                f"{at} must be a token id from 0 to {MAX_TOKEN_ID}, got {show(token_id)}",
+                param=at,
                 limit=MAX_TOKEN_ID,
             )
 

@@ -10,7 +10,7 @@ answer.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 MAX_HELD_BYTE_TOKENS = 32
@@ -58,7 +58,7 @@ class WindowDetokenizer:
 
     Args:
         decode: ids to text, special tokens already left out.
-        skipped_ids: tokens without text.
+        shown_ids: tokens with text; all others (special tokens, ids the vocabulary lacks) are skipped.
         byte_ids: tokens such as `<0xE2>` that stand for one byte (byte fallback), with the byte. A
             run of them is decoded as a whole: one invalid byte turns every byte of the run into
             U+FFFD. So a run is held until it ends, or until it has `MAX_HELD_BYTE_TOKENS` tokens;
@@ -72,12 +72,12 @@ class WindowDetokenizer:
         self,
         decode: Callable[[list[int]], str],
         *,
-        skipped_ids: Collection[int] = frozenset(),
+        shown_ids: Container[int],
         byte_ids: dict[int, int] | None = None,
         holds_replacement: bool = False,
     ) -> None:
         self._decode = decode
-        self._skipped_ids = skipped_ids
+        self._shown_ids = shown_ids
         self._byte_ids = byte_ids or {}
         self._holds_replacement = holds_replacement
         self._context: list[int] = []
@@ -85,7 +85,7 @@ class WindowDetokenizer:
         self._long_run: codecs.IncrementalDecoder | None = None
 
     def push(self, token_id: int) -> str:
-        if token_id in self._skipped_ids:
+        if token_id not in self._shown_ids:
             return ""
         byte = self._byte_ids.get(token_id)
         if self._long_run is not None:

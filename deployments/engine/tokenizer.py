@@ -392,7 +392,8 @@ class _Encoder:
         self._tokenizer = Tokenizer.from_str(json.dumps(copy))
         self._tokenizer.encode_special_tokens = True
         self._pattern = control.pattern
-        self._control_ids = frozenset(control.ids.values())
+        # What the model makes of characters it does not know is no forgery.
+        self._control_ids = frozenset(control.ids.values()) - {_unknown_id(self._tokenizer, spec)}
         base = "x" + secrets.token_hex(12)
         self._stand_ins = {content: f"{base}y{i}z" for i, content in enumerate(control.ids)}
         self.break_token = f"{base}yz"
@@ -429,6 +430,13 @@ class _Encoder:
         return [token_id for token_id in meant if token_id is not None]
 
 
+def _unknown_id(tokenizer: Tokenizer, spec: dict[str, Any]) -> int | None:
+    """The id that plain text gets where the vocabulary has nothing for it, if any."""
+    model = spec["model"]
+    unknown = model.get("unk_token")
+    return model.get("unk_id") if unknown is None else tokenizer.token_to_id(unknown)
+
+
 class _Pieces:
     """What each token looks like, and the decoder strategy that fits the vocabulary."""
 
@@ -452,6 +460,7 @@ class _Pieces:
         ]
         for i in self._special_ids:
             self._bytes[i] = names[i].encode()
+        self._shown_ids = frozenset(names) - self._special_ids
         self._emitted = [b"" if i in self._special_ids else b for i, b in enumerate(self._bytes)]
         self.longest_bytes = max(map(len, self._bytes), default=1)
 
@@ -463,7 +472,7 @@ class _Pieces:
             return ByteDetokenizer(self._emitted)
         return WindowDetokenizer(
             lambda ids: str(self._decode_ids(ids, skip_special_tokens=True)),
-            skipped_ids=self._special_ids,
+            shown_ids=self._shown_ids,
             byte_ids=self._byte_ids,
             holds_replacement=self._holds_replacement,
         )

@@ -6,20 +6,27 @@ import re
 from collections.abc import AsyncIterator
 
 import pytest
-from playwright.async_api import Page, expect
+import pytest_asyncio
+from playwright.async_api import Browser, Page, expect
 
 from tests.app.fake_server import HELLO, Peer, answering, fake_server
-from tests.e2e.browser import open_page
+from tests.e2e.browser import open_browser, open_page
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 
 
-@pytest.fixture
-async def page() -> AsyncIterator[Page]:
-    async with open_page() as page:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with open_browser() as browser:
+        yield browser
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(browser: Browser) -> AsyncIterator[Page]:
+    async with open_page(browser) as page:
         yield page
 
 

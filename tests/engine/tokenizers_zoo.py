@@ -86,9 +86,7 @@ def byte_fallback() -> ChatTokenizer:
     for byte in range(256):
         vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
     backend = Tokenizer(
-        models.BPE(
-            vocab=vocabulary, merges=_merges(trained), unk_token="<unk>", byte_fallback=True
-        )
+        models.BPE(vocab=vocabulary, merges=_merges(trained), unk_token="<unk>", byte_fallback=True)
     )
     backend.normalizer = _llama_normalizer()
     backend.decoder = decoders.Sequence(

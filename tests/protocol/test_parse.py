@@ -87,15 +87,15 @@ BAD_FIELDS = [
     ('"max_tokens": 5, "max_completion_tokens": 6', "max_completion_tokens"),
     ('"max_tokens": 5, "min_tokens": 6', "min_tokens"),
     ('"stop": 42', "stop"),
-    ('"stop": ""', "stop[0]"),
+    ('"stop": ""', "stop"),
     ('"stop": [""]', "stop[0]"),
     ('"stop": ["a", ""]', "stop[1]"),
     ('"stop": ["a", 5]', "stop[1]"),
     ('"stop": {"a": 1}', "stop"),
     (f'"stop": {json.dumps(list("abcdefghijklmnopqrst"))}', "stop"),
     ('"stop": "\\ud800"', "stop"),
-    ('"stop_token_ids": [-1]', "stop_token_ids"),
-    ('"stop_token_ids": [99999999999]', "stop_token_ids"),
+    ('"stop_token_ids": [-1]', "stop_token_ids[0]"),
+    ('"stop_token_ids": [5, 99999999999]', "stop_token_ids[1]"),
     ('"seed": 1180591620717411303424', "seed"),
     ('"seed": -1180591620717411303424', "seed"),
     (f'"seed": {"9" * 5000}', "seed"),
@@ -200,8 +200,8 @@ def test_prompt_and_messages_exclude_each_other_and_one_is_needed() -> None:
     assert (error.param, "prompt" in error.message) == ("messages", True)
     assert refusal('{"prompt": ""}').param == "prompt"
     assert refusal('{"prompt": []}').param == "prompt"
-    assert refusal('{"prompt": [1, -1]}').param == "prompt"
-    assert refusal(f'{{"prompt": [{MAX_TOKEN_ID + 1}]}}').param == "prompt"
+    assert refusal('{"prompt": [1, -1]}').param == "prompt[1]"
+    assert refusal(f'{{"prompt": [{MAX_TOKEN_ID + 1}]}}').param == "prompt[0]"
 
 
 def test_null_means_the_default_everywhere() -> None:
