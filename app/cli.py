@@ -87,6 +87,17 @@ def chat(
     cache: Annotated[str, typer.Option(help="auto, bypass, only, refresh or sampled.")] = "auto",
 ) -> None:
     """Ask the served model; the answer streams, with its figures below."""
+    from app.chat import ChatOptions, run_chat
+
+    options = ChatOptions(
+        api_key=key,
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        system=system,
+        cache=cache,
+    )
+    sys.exit(run_chat(url, prompt, options))
 
 
 @keys.command("hash")

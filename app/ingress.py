@@ -8,6 +8,7 @@ from typing import Any, cast
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.graph import Graph, RecordStream
 from app.settings import Settings
@@ -16,6 +17,23 @@ from app.web import build_web
 MAX_ONGOING_REQUESTS = 100_000
 """Far above our own caps: past Serve's limit a handshake hangs and a probe is refused."""
 STATS_TIMEOUT_S = 2.0
+
+
+class WithoutRequestId:
+    """Drops our `x-request-id`: Serve appends the same header to every reply by itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    header for header in message["headers"] if header[0].lower() != b"x-request-id"
+                ]
+            await send(message)
+
+        await self._app(scope, receive, send_without)
 
 
 class ModelHandle:
@@ -71,7 +89,9 @@ class IngressReplica:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_web(self._graph, self._settings)
+        web = build_web(self._graph, self._settings)
+        web.add_middleware(WithoutRequestId)
+        return web
 
 
 IngressDeployment = serve.deployment(
