@@ -26,20 +26,20 @@ class Accounts:
     def __init__(self, settings: AuthSettings) -> None:
         # Looked up by digest: the time it takes tells nothing of a key that is nearly right.
         self._tenant_by_digest = {key.sha256: key.tenant for key in settings.keys}
+        self._is_open = (
+            not settings.keys if settings.allow_anonymous is None else settings.allow_anonymous
+        )
         self._origins = frozenset(settings.allowed_origins)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether everyone may ask, because no key is configured."""
-        return not self._tenant_by_digest
 
     def tenant_of(self, authorization: str | None) -> str:
         """The tenant of an `Authorization` header.
 
+        Where no key is configured at all, any key will do: clients often must send one.
+
         Raises:
             Unauthorized: the header is missing, malformed, or names no known key.
         """
-        if self.is_open:
+        if self._is_open and (authorization is None or not self._tenant_by_digest):
             return DEFAULT_TENANT
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
@@ -57,4 +57,7 @@ class Accounts:
         origin = headers.get("origin")
         if origin is None or "*" in self._origins or origin in self._origins:
             return True
-        return urlsplit(origin).netloc == headers.get("host")
+        try:
+            return urlsplit(origin).netloc == headers.get("host", "")
+        except ValueError:  # an unbalanced bracket, for one
+            return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import sys
@@ -10,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from app.settings import Settings, SettingsError
+from app.settings import Settings, SettingsError, parse_settings
 from protocol.errors import ServingError
 
 cli = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -108,8 +109,11 @@ def hash_new_key(
     from app.accounts import hash_key
 
     key = f"sk-seedance-{secrets.token_urlsafe(32)}"
+    entry = {"tenant": tenant, "sha256": hash_key(key)}
+    parse_settings({"auth": {"keys": [entry]}})
     print(f"key (shown once):  {key}")
-    print(f"serve_config.yaml: - {{tenant: {tenant!r}, sha256: {hash_key(key)}}}")
+    # JSON is YAML, whatever the name holds.
+    print(f"serve_config.yaml: - {json.dumps(entry, ensure_ascii=False)}")
 
 
 def _prepare(settings: Settings) -> None:

@@ -8,13 +8,14 @@ model does; everything that leaves goes through one queue.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from starlette.websockets import WebSocket, WebSocketState
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from app.accounts import Accounts
 from app.openai_errors import error_response, report_incident
@@ -40,6 +41,10 @@ OUTBOX_FRAMES = 256
 """Frames that may wait for one socket before its streams pause."""
 MAX_UNSENT_REPLIES = 1024
 """Error and pong frames that may wait for a client that floods us and does not read."""
+PEER_GONE = (RuntimeError, OSError, WebSocketDisconnect)
+"""What Starlette and uvicorn raise when the peer is gone in mid-handshake or mid-send."""
+CLOSE_TIMEOUT_S = 2.0
+"""Time that a client has to take the last frames before its connection is dropped."""
 
 
 class Gateway:
@@ -63,41 +68,42 @@ class Gateway:
 
     async def serve(self, socket: WebSocket) -> None:
         """Runs one connection from handshake to close. Raises nothing but cancellation."""
+        self.open_connections += 1
         try:
             tenant = self._admit(socket)
             model = (await self._opener.model_info()).id
+            await self._run(socket, tenant, model)
         except ServingError as error:
             # Before the socket is accepted a refusal can still carry a real HTTP status.
-            await socket.send_denial_response(error_response(error))
-            return
-        self.open_connections += 1
-        try:
-            offered = socket.scope.get("subprotocols") or []
-            chosen = next((name for name in SUBPROTOCOLS if name in offered), None)
-            await socket.accept(subprotocol=chosen)
-            if offered and chosen is None:
-                await socket.close(4406, "offer seedance.v1.json or seedance.v1.bin")
-                return
-            await Connection(
-                socket,
-                self._opener,
-                Session(self._limits, self._clock, binary=chosen == "seedance.v1.bin"),
-                limits=self._limits,
-                tenant=tenant,
-                model=model,
-                clock=self._clock,
-            ).run()
-        except (RuntimeError, OSError) as error:
-            # Starlette and uvicorn raise these when the peer is gone in mid-handshake or mid-send.
+            with contextlib.suppress(*PEER_GONE):
+                await socket.send_denial_response(error_response(error))
+        except PEER_GONE as error:
             logger.debug("socket ended: %r", error)
         finally:
             self.open_connections -= 1
+
+    async def _run(self, socket: WebSocket, tenant: str, model: str) -> None:
+        offered = socket.scope.get("subprotocols") or []
+        chosen = next((name for name in SUBPROTOCOLS if name in offered), None)
+        await socket.accept(subprotocol=chosen)
+        if offered and chosen is None:
+            await socket.close(4406, "offer seedance.v1.json or seedance.v1.bin")
+            return
+        await Connection(
+            socket,
+            self._opener,
+            Session(self._limits, self._clock, binary=chosen == "seedance.v1.bin"),
+            limits=self._limits,
+            tenant=tenant,
+            model=model,
+            clock=self._clock,
+        ).run()
 
     def _admit(self, socket: WebSocket) -> str:
         if not self._accounts.allows_origin(socket.headers):
             raise OriginRefused("this origin is not allowed", param="Origin")
         tenant = self._accounts.tenant_of(socket.headers.get("authorization"))
-        if self.open_connections >= self._max_connections:
+        if self.open_connections > self._max_connections:
             raise Overloaded(
                 f"{self._max_connections} connections are open, the limit",
                 limit=self._max_connections,
@@ -153,15 +159,31 @@ class Connection:
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._report(tasks)
         finally:
             for task in (*self._requests.values(), *tasks):
                 task.cancel()
             await asyncio.gather(*self._requests.values(), *tasks, return_exceptions=True)
         if self._close is not None and self._socket.application_state == WebSocketState.CONNECTED:
-            while not self._outbox.empty():
-                # The peer is to see why it is closed.
-                await self._send(self._outbox.get_nowait())
-            await self._socket.close(self._close.code, self._close.reason)
+            await self._say_goodbye(self._close)
+
+    def _report(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        """A task that failed by our own fault ends the connection as the server's failure."""
+        for task in tasks:
+            error = task.exception() if task.done() else None
+            if error is not None and not isinstance(error, PEER_GONE):
+                self._shut(Close(1011, report_incident(error).message))
+
+    async def _say_goodbye(self, close: Close) -> None:
+        """Sends what is left, so that the peer sees why it is closed, and then closes."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while not self._outbox.empty():
+                    await self._send(self._outbox.get_nowait())
+                await self._socket.close(close.code, close.reason)
+        except TimeoutError:
+            # It reads nothing, not even this: the server drops the connection when we return.
+            logger.debug("peer did not take the close %d", close.code)
 
     async def _read(self) -> None:
         while True:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from app.serving import Stream
@@ -18,11 +19,21 @@ from deployments import wire
 from deployments.cache_key import is_cacheable
 from deployments.metrics import GraphStats
 from deployments.wire import ModelInfo
-from protocol.errors import CacheMiss, InternalError, ModelNotFound, Overloaded, ServingError
+from protocol.errors import (
+    CacheMiss,
+    ErrorInfo,
+    InternalError,
+    ModelNotFound,
+    Overloaded,
+    ServingError,
+)
 from protocol.request import InferenceRequest
-from protocol.token_log import CacheOutcome, Terminal, Timing, TokenLog, Usage
+from protocol.token_log import CacheOutcome, FinishReason, Terminal, Timing, TokenLog, Usage
 
 logger = logging.getLogger(__name__)
+
+INFO_MAX_AGE_S = 10.0
+"""A rollout may bring another model: after this time the replicas are asked again what they serve."""
 
 
 class RecordStream(Protocol):
@@ -77,12 +88,18 @@ class Graph:
         self._accept_timeout_s = accept_timeout_s
         self._clock = clock
         self._info: ModelInfo | None = None
+        self._info_at_s = 0.0
         self._background: set[asyncio.Task[None]] = set()
         self.cache_errors_total = 0
 
     async def model_info(self) -> ModelInfo:
-        if self._info is None:
-            self._info = wire.decode_info(await self._answer_of(self._model.info()))
+        """What the model replicas serve, as of a few seconds ago.
+
+        Raises:
+            ServingError: no model replica answers.
+        """
+        if self._info is None or self._clock() - self._info_at_s >= INFO_MAX_AGE_S:
+            return await self._ask_info()
         return self._info
 
     async def check_ready(self) -> None:
@@ -91,18 +108,15 @@ class Graph:
         Raises:
             ServingError: it would not.
         """
-        self._info = wire.decode_info(await self._answer_of(self._model.info()))
+        await self._ask_info()
 
     async def stats(self) -> GraphStats:
         """What every replica tells of itself; one that does not answer is left out."""
-        stats = GraphStats(cache_call_errors=self.cache_errors_total)
-        try:
-            stats.models.extend(await self._model.stats())
-            if self._cache is not None:
-                stats.caches.extend(await self._cache.stats())
-        except Exception as error:
-            logger.warning("stats are incomplete: %r", error)
-        return stats
+        return GraphStats(
+            models=await _stats_of(self._model),
+            caches=[] if self._cache is None else await _stats_of(self._cache),
+            cache_call_errors=self.cache_errors_total,
+        )
 
     async def open_stream(self, request: InferenceRequest) -> Stream:
         started_s = self._clock()
@@ -113,37 +127,39 @@ class Graph:
             )
         outcome = CacheOutcome()
         if self._cache is not None and is_cacheable(request) and request.cache != "refresh":
-            reply = await self._look_up(self._cache, request, info)
-            outcome = reply.outcome
-            if reply.stored is not None:
-                return self._replay(request, reply, started_s)
+            outcome, log = await self._look_up(self._cache, request, info, started_s)
+            if log is not None:
+                return Stream(request=request, log=log, cache=outcome)
         if request.cache == "only":
             raise CacheMiss("no cached answer fits this request", param="cache")
-        return await self._generate(request, info, outcome)
+        return await self._generate(request, info, outcome, started_s)
+
+    async def _ask_info(self) -> ModelInfo:
+        self._info = wire.decode_info(await self._answer_of(self._model.info()))
+        self._info_at_s = self._clock()
+        return self._info
 
     async def _look_up(
-        self, cache: CachePort, request: InferenceRequest, info: ModelInfo
-    ) -> wire.LookupReply:
+        self, cache: CachePort, request: InferenceRequest, info: ModelInfo, started_s: float
+    ) -> tuple[CacheOutcome, TokenLog | None]:
+        """What the cache decided and, on a hit, the whole answer; any failure is a miss."""
         call = wire.LookupCall(request=request, model_revision=info.revision)
         try:
             async with asyncio.timeout(self._lookup_timeout_s):
                 reply = wire.decode_lookup_reply(await cache.lookup(wire.encode(call)))
-            if reply.stored is not None:
-                wire.decode_stored(reply.stored)
-            return reply
+            if reply.stored is None:
+                return reply.outcome, None
+            return reply.outcome, self._replay(wire.decode_stored(reply.stored), started_s)
         except TimeoutError:
             self.cache_errors_total += 1
-            return wire.LookupReply(outcome=CacheOutcome(reason="cache timed out"))
+            return CacheOutcome(reason="cache timed out"), None
         except Exception as error:
             self.cache_errors_total += 1
             logger.warning("cache look-up failed, taken as a miss: %s", type(error).__name__)
-            return wire.LookupReply(outcome=CacheOutcome(reason="cache failed"))
+            return CacheOutcome(reason="cache failed"), None
 
-    def _replay(
-        self, request: InferenceRequest, reply: wire.LookupReply, started_s: float
-    ) -> Stream:
-        assert reply.stored is not None
-        stored = wire.decode_stored(reply.stored)
+    def _replay(self, stored: wire.StoredStream, started_s: float) -> TokenLog:
+        """The answer as it was, with its own usage, in the time that it took now."""
         log = TokenLog()
         log.append(*stored.deltas)
         elapsed_ms = (self._clock() - started_s) * 1000
@@ -152,82 +168,41 @@ class Graph:
         log.finish(
             Terminal(finish_reason=terminal.finish_reason, usage=terminal.usage, timing=timing)
         )
-        return Stream(request=request, log=log, cache=reply.outcome)
+        return log
 
     async def _generate(
-        self, request: InferenceRequest, info: ModelInfo, outcome: CacheOutcome
+        self, request: InferenceRequest, info: ModelInfo, outcome: CacheOutcome, started_s: float
     ) -> Stream:
         records = self._model.generate(wire.encode(request))
         arrivals = aiter(records)
         try:
-            first = wire.decode_record(await self._answer_of(anext(arrivals)))
+            accepted = _acceptance(await self._answer_of(anext(arrivals)))
         except BaseException:
             records.cancel()
             raise
-        if first.refused is not None:
-            raise ServingError.from_info(first.refused)
-        if first.accepted is None:
-            records.cancel()
-            raise InternalError("the model did not accept the request")
-        log = TokenLog()
-        pump = asyncio.create_task(self._pump(arrivals, records, log, request, info))
+        generation = _Generation(request, records, arrivals, accepted, self._clock, started_s)
+        pump = asyncio.create_task(self._pump(generation, info))
         self._background.add(pump)
         pump.add_done_callback(self._background.discard)
-        accepted = first.accepted
 
         def cancel() -> None:
-            if log.terminal is None:
-                usage = Usage(prompt_tokens=accepted.prompt_tokens, completion_tokens=log.next_seq)
-                log.finish(Terminal(finish_reason="cancelled", usage=usage))
+            if generation.end("cancelled"):
                 records.cancel()
                 pump.cancel()
 
         return Stream(
             request=request,
-            log=log,
+            log=generation.log,
             cache=outcome,
             queue_position=accepted.queue_position,
             cancel=cancel,
         )
 
-    async def _pump(
-        self,
-        arrivals: AsyncIterator[bytes],
-        records: RecordStream,
-        log: TokenLog,
-        request: InferenceRequest,
-        info: ModelInfo,
-    ) -> None:
-        """Moves records into the log until the one terminal; a broken hop ends it with an error."""
-        try:
-            async for raw in arrivals:
-                record = wire.decode_record(raw)
-                if log.terminal is not None:
-                    return
-                if record.deltas:
-                    log.append(*record.deltas)
-                if record.terminal is not None:
-                    log.finish(record.terminal)
-            if log.terminal is None:
-                raise InternalError("the model ended without a last record")
-        except Exception as error:
-            if log.terminal is not None:
-                # Cancelled by us: Serve then raises an error of its own in our reader.
-                return
-            logger.warning("request %s lost its model: %r", request.request_id, error)
-            info_of_error = InternalError("the model replica failed; try again").info
-            log.finish(
-                Terminal(
-                    finish_reason="error",
-                    usage=Usage(completion_tokens=log.next_seq),
-                    error=info_of_error,
-                )
-            )
-        finally:
-            if log.terminal is None:
-                log.finish(Terminal(finish_reason="cancelled"))
-            records.cancel()
-        await self._store(request, info, log)
+    async def _pump(self, generation: _Generation, info: ModelInfo) -> None:
+        await generation.run()
+        # In mid-rollout another model may have answered than the one we were told of.
+        if generation.accepted.revision == info.revision:
+            await self._store(generation.request, info, generation.log)
 
     async def _store(self, request: InferenceRequest, info: ModelInfo, log: TokenLog) -> None:
         """Keeps a finished answer, if it ended by itself and may be reused."""
@@ -267,3 +242,86 @@ class Graph:
         except Exception as error:
             logger.warning("model call failed: %r", error)
             raise Overloaded("no model replica is ready", retry_after_s=1) from error
+
+
+@dataclass
+class _Generation:
+    """One accepted request on its way from the model's records into its log."""
+
+    request: InferenceRequest
+    records: RecordStream
+    arrivals: AsyncIterator[bytes]
+    accepted: wire.Accepted
+    clock: Callable[[], float]
+    started_s: float
+    log: TokenLog = field(default_factory=TokenLog)
+    first_delta_s: float | None = None
+
+    async def run(self) -> None:
+        """Moves records into the log until the one terminal; a broken hop ends it with an error."""
+        try:
+            async for raw in self.arrivals:
+                self._take(wire.decode_record(raw))
+            if self.log.terminal is None:
+                raise InternalError("the model ended without a last record")
+        except Exception as error:
+            # After our own cancel, or after the last record, a broken hop changes nothing.
+            if self.end("error", InternalError("the model replica failed; try again").info):
+                logger.warning("request %s lost its model: %r", self.request.request_id, error)
+        finally:
+            self.end("cancelled")
+            self.records.cancel()
+
+    def end(self, reason: FinishReason, error: ErrorInfo | None = None) -> bool:
+        """Ends the log from our side, with the figures known here; False if it had ended."""
+        now_s = self.clock()
+        first_s = now_s if self.first_delta_s is None else self.first_delta_s
+        return self.log.finish(
+            Terminal(
+                finish_reason=reason,
+                usage=Usage(
+                    prompt_tokens=self.accepted.prompt_tokens,
+                    completion_tokens=self.log.next_seq,
+                ),
+                timing=Timing(
+                    ttft_ms=(first_s - self.started_s) * 1000,
+                    total_ms=(now_s - self.started_s) * 1000,
+                ),
+                error=error,
+            )
+        )
+
+    def _take(self, record: wire.StreamRecord) -> None:
+        if self.log.terminal is not None:
+            return
+        if record.deltas:
+            if self.first_delta_s is None:
+                self.first_delta_s = self.clock()
+            self.log.append(*record.deltas)
+        if record.terminal is not None:
+            self.log.finish(record.terminal)
+
+
+def _acceptance(raw: bytes) -> wire.Accepted:
+    """The first record of a generation.
+
+    Raises:
+        ServingError: the model refused the request, or does not speak as we do.
+    """
+    try:
+        first = wire.decode_record(raw)
+    except ValueError as error:
+        raise InternalError("the model did not answer in a known form") from error
+    if first.refused is not None:
+        raise ServingError.from_info(first.refused)
+    if first.accepted is None:
+        raise InternalError("the model did not accept the request")
+    return first.accepted
+
+
+async def _stats_of(port: ModelPort | CachePort) -> list[dict[str, Any]]:
+    try:
+        return await port.stats()
+    except Exception as error:
+        logger.warning("stats are incomplete: %r", error)
+        return []

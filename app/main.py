@@ -45,15 +45,18 @@ def _model(settings: Settings) -> Application:
     model = settings.model
     folder = _prepared(settings, model.name) if model.backend == "transformers" else None
     context_length = 8192 if folder is None else folder.context_length
-    config = EngineConfig(
-        max_num_seqs=model.max_num_seqs,
-        max_num_batched_tokens=model.max_num_batched_tokens,
-        max_waiting=model.max_waiting,
-        max_model_len=min(model.max_model_len or context_length, context_length),
-        device=model.device,
-        dtype=model.dtype,
-        num_threads=model.num_threads,
-    )
+    try:
+        config = EngineConfig(
+            max_num_seqs=model.max_num_seqs,
+            max_num_batched_tokens=model.max_num_batched_tokens,
+            max_waiting=model.max_waiting,
+            max_model_len=min(model.max_model_len or context_length, context_length),
+            device=model.device,
+            dtype=model.dtype,
+            num_threads=model.num_threads,
+        )
+    except ValueError as error:  # two values that do not go together
+        raise SettingsError(f"settings: model: {error}") from None
     spec = ModelSpec(
         info=ModelInfo(
             id=model.served_name or (MOCK_MODEL if folder is None else folder.name),

@@ -11,7 +11,15 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 Sha256Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 TenantName = Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -55,7 +63,7 @@ class CacheSettings(_Section):
 
     enabled: bool = True
     semantic: bool = True
-    semantic_threshold: float = Field(default=0.95, ge=0, le=1)
+    semantic_threshold: float = Field(default=0.95, gt=0, le=1)
     ttl_s: float = Field(default=900, gt=0, le=31_536_000)
     max_bytes: int = Field(default=64 * 2**20, ge=2**10, le=2**40)
     max_entry_bytes: int = Field(default=2**20, ge=2**10, le=2**30)
@@ -92,8 +100,23 @@ class AuthSettings(_Section):
     """Who may ask. Without keys everyone may, as the tenant `default`."""
 
     keys: tuple[KeySettings, ...] = ()
+    allow_anonymous: bool | None = None
+    """Whether one without a key may ask, as the tenant `default`; null: only where no key is set."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of browser pages besides our own, such as "https://chat.example.org"; "*" is any."""
+
+    @field_validator("keys")
+    @classmethod
+    def _are_distinct(cls, keys: tuple[KeySettings, ...]) -> tuple[KeySettings, ...]:
+        """A key that stood for two tenants would silently be the last one's."""
+        places: dict[str, int] = {}
+        for place, key in enumerate(keys):
+            first = places.setdefault(key.sha256, place)
+            if first != place:
+                raise PydanticCustomError(
+                    "same_key", f"entries {first} and {place} have the same sha256"
+                )
+        return keys
 
 
 class IngressSettings(_Section):
@@ -121,19 +144,23 @@ def parse_settings(args: dict[str, Any]) -> Settings:
     """
     try:
         # YAML has lists where the settings have tuples; JSON mode takes one for the other
-        # and stays strict about everything else.
-        return Settings.model_validate_json(_to_json(args))
+        # and stays strict about everything else. NaN and dates go on to the check, which
+        # knows their key.
+        return Settings.model_validate_json(json.dumps(args, default=str))
     except ValidationError as exc:
-        lines = []
-        for error in exc.errors(include_url=False, include_input=False):
-            key = ".".join(str(part) for part in error["loc"]) or "args"
-            what = "unknown key" if error["type"] == "extra_forbidden" else error["msg"]
-            lines.append(f"{key}: {what}")
-        raise SettingsError("settings: " + "; ".join(lines)) from None
-
-
-def _to_json(args: dict[str, Any]) -> str:
-    try:
-        return json.dumps(args, allow_nan=False)
-    except (TypeError, ValueError) as exc:
+        faults = (_fault(error) for error in exc.errors(include_url=False))
+        raise SettingsError("settings: " + "; ".join(faults)) from None
+    except (TypeError, ValueError, RecursionError) as exc:
         raise SettingsError(f"settings: not plain YAML values: {exc}") from None
+
+
+def _fault(error: ErrorDetails) -> str:
+    """What is wrong with one key, with the value that it has."""
+    key = ".".join(str(part) for part in error["loc"]) or "args"
+    if error["type"] == "extra_forbidden":
+        return f"{key}: unknown key"
+    what = error["msg"][:1].lower() + error["msg"][1:]
+    value = error["input"]
+    # What stands in the place of a digest may be the key itself.
+    is_shown = isinstance(value, bool | int | float | str) and not key.startswith("auth.keys")
+    return f"{key}: {what}, got {json.dumps(value)[:80]}" if is_shown else f"{key}: {what}"

@@ -52,11 +52,11 @@ class Load:
             ignore_eos=self.ignore_eos,
         )
 
-    def warm_up(self) -> Load:
-        """A short round of other questions, which also fills the batch once."""
+    def warm_up(self, requests: int) -> Load:
+        """A short round of other questions."""
         return replace(
             self,
-            requests=self.clients,
+            requests=requests,
             seed=self.seed + 1_000_003,
             rate_per_s=None,
             min_tokens=4,
@@ -222,9 +222,6 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=defaults.clients)
     parser.add_argument("--requests", type=int, default=defaults.requests, help="in all")
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument(
-        "--rate", type=float, help="Poisson arrivals a second (default: closed loop)"
-    )
     parser.add_argument("--min-tokens", type=int, default=defaults.min_tokens)
     parser.add_argument("--max-tokens", type=int, default=defaults.max_tokens)
     parser.add_argument(
@@ -246,13 +243,10 @@ def load_from(options: argparse.Namespace) -> Load:
             raise SystemExit(f"{name} is {getattr(options, name)}, the least is 1")
     if options.max_tokens < options.min_tokens:
         raise SystemExit(f"max_tokens is {options.max_tokens}, below {options.min_tokens}")
-    if options.rate is not None and not options.rate > 0:
-        raise SystemExit(f"rate is {options.rate}, it must be above 0")
     return Load(
         clients=options.clients,
         requests=options.requests,
         seed=options.seed,
-        rate_per_s=options.rate,
         min_tokens=options.min_tokens,
         max_tokens=options.max_tokens,
         ignore_eos=not options.natural_ends,
@@ -269,15 +263,20 @@ def main() -> int:
         help="ws://…/v1/infer (Seedance) or http://…/generate (the baseline)",
     )
     add_load_options(parser)
+    parser.add_argument(
+        "--rate", type=float, help="Poisson arrivals a second (default: closed loop)"
+    )
     parser.add_argument("--no-warm-up", action="store_true")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args()
-    load = load_from(options)
+    if options.rate is not None and not options.rate > 0:
+        raise SystemExit(f"rate is {options.rate}, it must be above 0")
+    load = replace(load_from(options), rate_per_s=options.rate)
 
     async def measure() -> Run:
         target = target_at(options.target)
         if not options.no_warm_up:
-            await run_load(target, load.warm_up())
+            await run_load(target, load.warm_up(load.clients))
         return await run_load(target, load)
 
     figures = report([asyncio.run(measure())])

@@ -42,8 +42,8 @@ PADDING = (
     "There was no objection to publishing the summary once names are removed.",
     "It remains unclear who is responsible for keeping the list up to date.",
 )
-PADDING_SENTENCES = (0, 0, 8, 24)
-"""Sentences before the question, drawn evenly: prompts of about 50, 50, 170 and 440 tokens
+PADDING_SENTENCES = (0, 4, 8, 16)
+"""Sentences before the question, drawn evenly: prompts of about 45, 105, 165 and 285 tokens
 with SmolLM2's chat template."""
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from cache import lexicon
@@ -25,15 +24,6 @@ STRICT_MARKS = frozenset(":;：；")
 OPENING, CLOSING = "([{¿¡", ")]}"
 MAX_FRONTED_TERMS = 8
 
-_SPANS = re.compile(
-    r"""(`+)(?:(?!\1).)+\1 | "[^"]*" | “[^”]*” | «[^»]*» | „[^“”]*[“”] | 「[^」]*」
-    | (?<!\S)['‘][^'’]*['’](?=[\s.,;:!?]|$)""",
-    re.VERBOSE,
-)
-_WORD = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*'?")
-_NUMBER = re.compile(r"[+-]?[0-9]+(?:[.,:/][0-9]+)*")
-_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
-
 
 class Term(NamedTuple):
     """`text` is what is compared; `shown` is as written, for capitals and reasons."""
@@ -41,6 +31,16 @@ class Term(NamedTuple):
     kind: Kind
     text: str
     shown: str
+
+
+GLUE = Term("mark", "⁀", "")
+"""Stands where a quotation and what follows are written without a space."""
+
+_OPENER = re.compile(r"`+|[\"“«„「'‘]")
+_CLOSER_OF = {"“": "”", "«": "»", "„": "“", "「": "」", "‘": "’"}
+_WORD = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*'?")
+_NUMBER = re.compile(r"[+-]?[0-9]+(?:[.,:/][0-9]+)*")
+_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +102,58 @@ def _literal(terms: list[Term]) -> Wording:
 def _split(prompt: str) -> list[Term]:
     terms: list[Term] = []
     end = 0
-    for span in _SPANS.finditer(prompt):
-        for chunk in prompt[end : span.start()].split():
+    for start, stop in _quoted_spans(prompt):
+        for chunk in prompt[end:start].split():
             terms.extend(_split_chunk(chunk))
-        quoted = span.group()
+        quoted = prompt[start:stop]
         text = quoted if quoted[0] == "`" else f'"{quoted[1:-1]}"'
         terms.append(Term("quote", text, quoted))
-        end = span.end()
+        end = stop
         if end < len(prompt) and not prompt[end].isspace() and prompt[end] not in SENTENCE_MARKS:
-            terms.append(Term("mark", "⁀", ""))
+            terms.append(GLUE)
     for chunk in prompt[end:].split():
         terms.extend(_split_chunk(chunk))
     return terms
 
 
+def _quoted_spans(prompt: str) -> Iterator[tuple[int, int]]:
+    """Code spans and quotations as (start, stop), from left to right, in linear time."""
+    unclosed: set[str] = set()
+    place = 0
+    while opener := _OPENER.search(prompt, place):
+        mark = opener.group()
+        closer = _CLOSER_OF.get(mark, mark)
+        stop = -1
+        # A closer that was not found once is not found further on either.
+        if closer not in unclosed and (mark != "'" or _opens_quote(prompt, opener.start())):
+            stop = prompt.find(closer, opener.end())
+            if stop < 0:
+                unclosed.add(closer)
+        if stop < 0 or (mark == "'" and not _closes_quote(prompt, stop)):
+            place = opener.end()
+            continue
+        place = stop + len(closer)
+        yield opener.start(), place
+
+
+def _opens_quote(prompt: str, place: int) -> bool:
+    return place == 0 or prompt[place - 1].isspace()
+
+
+def _closes_quote(prompt: str, place: int) -> bool:
+    after = prompt[place + 1 : place + 2]
+    return not after or after.isspace() or after in SENTENCE_MARKS
+
+
 def _split_chunk(chunk: str) -> Iterator[Term]:
     """Splits what stood between spaces into opening brackets, a core and closing marks."""
+    if chunk.isalpha():
+        yield _core(chunk)
+        return
     if all(character in SENTENCE_MARKS for character in chunk):
-        # A mark on its own may be what the prompt is about, unless it asks.
-        yield Term("mark" if "?" in chunk else "identifier", chunk, chunk)
+        # A mark on its own may be what the prompt is about, unless it only asks.
+        kind: Kind = "mark" if "?" in chunk and not chunk.strip("?!") else "identifier"
+        yield Term(kind, chunk, chunk)
         return
     start, end = 0, len(chunk)
     while start < end and chunk[start] in OPENING:
@@ -153,9 +186,9 @@ def _core(chunk: str) -> Term:
 
 
 def _is_camel(word: str) -> bool:
-    return any(
-        former.islower() and latter.isupper() for former, latter in pairwise(word)
-    ) and not any(mark in word for mark in "-'")
+    if word.islower() or word.isupper() or word.istitle():
+        return False
+    return "-" not in word and "'" not in word and not word[1:].islower()
 
 
 # Judging
@@ -184,7 +217,7 @@ def _is_english(words: list[str]) -> bool:
 
 
 def _folded(term: Term) -> Term:
-    return term._replace(text=term.text.lower()) if term.kind == "word" else term
+    return Term("word", term.text.lower(), term.shown) if term.kind == "word" else term
 
 
 # Evening out
@@ -408,7 +441,7 @@ def _as_sentence(terms: list[Term]) -> Iterator[Term]:
     begins = True
     for term in terms:
         if term.kind == "word" and (begins or term.text == "i"):
-            term = term._replace(shown=term.text)
+            term = Term("word", term.text, term.text)
         begins = term.kind == "mark" and term.text[-1] in ".!?"
         yield term
 

@@ -49,7 +49,8 @@ class CacheService:
         self._embedder_revision = embedder_revision
         self._epoch = epoch
         self._embed_timeout_s = embed_timeout_s
-        # A miss is followed by a store of the same text: its vector need not be computed twice.
+        # A miss is followed by a store of the same prompt: its vector need not be computed twice.
+        # Held by digest, because a prompt may be a megabyte long.
         self._recent: LRUCache[str, Vector] = LRUCache(maxsize=1024)
         self.embed_errors_total = 0
 
@@ -104,13 +105,13 @@ class CacheService:
         )
 
     async def _vector(self, key: PromptKey) -> Vector | None:
-        known = self._recent.get(key.text)
+        known = self._recent.get(key.exact)
         if known is not None:
             return known
         assert self._embed is not None
         vector = await self._embed(key.text)
         if vector is not None:
-            self._recent[key.text] = vector
+            self._recent[key.exact] = vector
         return vector
 
 

@@ -13,6 +13,9 @@ logger = logging.getLogger(__name__)
 
 Vector = NDArray[np.float32]
 
+MAX_TOKEN_CHARS = 32
+"""A text with more characters a token than this counts as too long, without being tokenised."""
+
 
 class Embedder:
     """Embeds batches of texts.
@@ -38,8 +41,7 @@ class Embedder:
 
         Past the window texts with opposite ends would get the same vector.
         """
-        lengths = [len(self._model.tokenizer.encode(text)) for text in texts]
-        fitting = [i for i, length in enumerate(lengths) if length <= self._max_tokens]
+        fitting = [i for i, text in enumerate(texts) if self._fits(text)]
         vectors: list[Vector | None] = [None] * len(texts)
         if not fitting:
             return vectors
@@ -53,3 +55,9 @@ class Embedder:
         for i, row in zip(fitting, rows, strict=True):
             vectors[i] = np.ascontiguousarray(row, dtype=np.float32)
         return vectors
+
+    def _fits(self, text: str) -> bool:
+        # Tokenising a megabyte would hold up everyone else's look-up.
+        if len(text) > MAX_TOKEN_CHARS * self._max_tokens:
+            return False
+        return len(self._model.tokenizer.encode(text)) <= self._max_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 class GraphStats:
     """What all replicas told, one mapping each."""
 
-    models: list[Mapping[str, Any]] = field(default_factory=list)
-    caches: list[Mapping[str, Any]] = field(default_factory=list)
+    models: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    caches: Sequence[Mapping[str, Any]] = field(default_factory=list)
     open_connections: int = 0
     cache_call_errors: int = 0
 

@@ -14,8 +14,12 @@ from protocol.token_log import CacheOutcome, Terminal, TokenDelta
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
-    """First record of a generation: the request fits and waits for its first step."""
+    """First record of a generation: the request fits and waits for its first step.
 
+    `revision` is the answering model's: it may differ from what another replica told.
+    """
+
+    revision: str
     prompt_tokens: int
     queue_position: int
 

@@ -36,14 +36,8 @@ from protocol.frames import (
     ServerFrame,
     type_of,
 )
-from protocol.parse import (
-    MalformedJson,
-    check_text,
-    convert_fields,
-    decode_body,
-    scan_string,
-    show,
-)
+from protocol.parse import convert_fields
+from protocol.strict_json import MalformedJson, check_text, decode_body, scan_string, show
 
 FrameT = TypeVar("FrameT", bound=Frame)
 

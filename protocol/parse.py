@@ -15,8 +15,6 @@ that is not an object, is a `MalformedJson`. `null` means the default.
 from __future__ import annotations
 
 import functools
-import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
@@ -32,22 +30,12 @@ from protocol.request import (
     Role,
     SamplingParams,
 )
-
-MAX_NESTING = 100
-"""Depth of lists and objects in each other. Kept far below the interpreter's recursion limit,
-because tools and schemas are walked recursively by template engines and hashers later."""
+from protocol.strict_json import check_text, check_values, decode_body, join_path, show
 
 MAX_TOKEN_ID = 2**31 - 1
 """No vocabulary is larger; whether the model has the token is for its replica to say."""
 
-_MAX_INT_DIGITS = 400
-_MAX_SHOWN_CHARS = 60
-
 T = TypeVar("T", bound=msgspec.Struct)
-
-
-class MalformedJson(InvalidRequest):
-    """The text is not JSON, or not a JSON object."""
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,90 +68,6 @@ def decode_struct(raw: bytes | str, struct_type: type[T]) -> T:
         return decoder.decode(raw)
     except (ValueError, RecursionError):
         return convert_fields(decode_body(raw), struct_type)
-
-
-def decode_body(raw: bytes | str) -> dict[str, Any]:
-    """Decodes a JSON object strictly, into plain dicts, lists and scalars.
-
-    Slower than `decode_struct`: it is the second pass, and for bodies without a struct.
-
-    Raises:
-        MalformedJson: not JSON, or not an object.
-        InvalidRequest: a value is not allowed in strict JSON; `param` names its field.
-    """
-    data = decode_leniently(raw)
-    check_values(data)
-    return data
-
-
-def decode_leniently(raw: bytes | str) -> dict[str, Any]:
-    """Decodes a JSON object that may hold NaN, infinities and lone surrogates.
-
-    Bytes that are not UTF-8 come out as lone surrogates (U+DC80 to U+DCFF).
-
-    Raises:
-        MalformedJson: not JSON, or not an object.
-        InvalidRequest: nested too deep; `param` names the outermost field.
-    """
-    text = raw if isinstance(raw, str) else raw.decode("utf-8", "surrogateescape")
-    _check_nesting(text)
-    try:
-        data = json.loads(text, parse_constant=float, parse_int=_parse_int)
-    except json.JSONDecodeError as exc:
-        reason = exc.msg.lower().removesuffix(" at")
-        raise MalformedJson(f"not valid JSON: {reason} at character {exc.pos}") from None
-    if not isinstance(data, dict):
-        raise MalformedJson(f"not a JSON object but {show(data)}")
-    return data
-
-
-def scan_string(raw: bytes | str, field: str) -> str | None:
-    """A top-level string field, found without parsing: also in JSON that is broken or too deep."""
-    text = raw if isinstance(raw, str) else raw.decode("utf-8", "surrogateescape")
-    depth = 0
-    previous = name = ""
-    found = None
-    for match in _TOKEN.finditer(text):
-        token = match[0]
-        if token in "[{":
-            depth += 1
-        elif token in "]}":
-            depth -= 1
-        elif depth == 1 and token == ":":
-            name = previous
-        elif depth == 1 and previous == ":" and name == f'"{field}"':
-            found = token
-        previous = token
-    try:
-        value = json.loads(found or "null")
-    except ValueError:
-        return None
-    return value if isinstance(value, str) and _is_unicode(value) else None
-
-
-def check_values(data: Any, at: str = "") -> None:
-    """Checks that decoded JSON can be encoded again, by any strict encoder.
-
-    Raises:
-        InvalidRequest: a value or name that JSON cannot carry everywhere; `param` names its field.
-    """
-    fault = _first_fault(data)
-    if fault is not None:
-        place, reason = fault
-        path = _join(at, _path(place))
-        raise InvalidRequest(f"{path or 'the JSON'} {reason}", param=path or None)
-
-
-def check_text(raw: bytes | str) -> None:
-    """Checks what msgspec leaves unchecked in fields that it skips: UTF-8 and depth.
-
-    Raises:
-        UnicodeDecodeError: `raw` is not UTF-8.
-        InvalidRequest: nested too deep.
-    """
-    text = raw if isinstance(raw, str) else raw.decode()
-    if text.count("[") + text.count("{") > MAX_NESTING:
-        _check_nesting(text)
 
 
 def convert_fields(data: Mapping[str, Any], struct_type: type[T], at: str = "") -> T:
@@ -217,7 +121,7 @@ def sampling_params(fields: Mapping[str, Any] | msgspec.Struct) -> SamplingParam
             exc.param = "max_completion_tokens"
             exc.message = exc.message.replace("max_tokens", "max_completion_tokens", 1)
         raise
-    _check_token_ids((params.logit_bias or {}).keys(), "logit_bias")
+    _check_token_ids(params.logit_bias or (), "logit_bias")
     _check_token_ids(params.stop_token_ids, "stop_token_ids")
     return params
 
@@ -281,12 +185,11 @@ def _conversation(messages: Any, prompt: Any) -> dict[str, Any]:
 
 
 def _check_token_ids(token_ids: Iterable[Any], param: str) -> None:
-    for index, token_id in enumerate(token_ids):
+    for token_id in token_ids:
         if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
-            at = f"{param}[{index}]" if isinstance(token_ids, Sequence) else param
             raise InvalidRequest(
-                f"{at} must be a token id from 0 to {MAX_TOKEN_ID}, got {show(token_id)}",
-                param=at,
+                f"{param} must hold token ids from 0 to {MAX_TOKEN_ID}, got {show(token_id)}",
+                param=param,
                 limit=MAX_TOKEN_ID,
             )
 
@@ -376,85 +279,6 @@ def _optional_fields(struct_type: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(f.encode_name for f in msgspec.structs.fields(struct_type) if not f.required)
 
 
-def _parse_int(digits: str) -> int:
-    # int() of very many digits is slow, and refused by Python from 4,300 on. What is
-    # left of them is still too large for any field, so the cut number is never used.
-    return int(digits[:_MAX_INT_DIGITS])
-
-
-_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}:,]', re.DOTALL)
-
-
-def _check_nesting(text: str) -> None:
-    """Finds JSON that is nested too deep without recursion, so before any decoder does."""
-    depth = 0
-    previous = field = ""
-    for match in _TOKEN.finditer(text):
-        token = match[0]
-        if token in "[{":
-            depth += 1
-            if depth > MAX_NESTING:
-                break
-        elif token in "]}":
-            depth -= 1
-        elif depth == 1 and token == ":":
-            field = previous
-        previous = token
-    else:
-        return
-    param = show(field.strip('"')).strip('"') or None
-    raise InvalidRequest(
-        f"{param or 'the JSON'} is nested deeper than {MAX_NESTING} levels",
-        param=param,
-        limit=MAX_NESTING,
-    )
-
-
-_Place = tuple[Any, str | int] | None
-"""Where a value stands: the place of what holds it, and its name or index there. Linked
-rather than spelled out, since a long name with many values would be copied for each."""
-
-
-def _first_fault(data: Any) -> tuple[_Place, str] | None:
-    """Place and description of the first value that strict JSON cannot hold.
-
-    A fault in a name is reported at the object that holds it.
-    """
-    todo: list[tuple[_Place, Any]] = [(None, data)]
-    while todo:
-        place, value = todo.pop()
-        if isinstance(value, str) and not _is_unicode(value):
-            return place, "is not valid Unicode: it holds a lone surrogate or bytes outside UTF-8"
-        if isinstance(value, float) and not math.isfinite(value):
-            return place, "must be a finite number"
-        if isinstance(value, int) and not -(2**63) <= value < 2**64:
-            return place, "must be an integer of at most 64 bits"
-        if isinstance(value, list):
-            todo.extend(((place, i), item) for i, item in reversed(list(enumerate(value))))
-        elif isinstance(value, dict):
-            if not all(map(_is_unicode, value)):
-                return place, "holds a name that is not valid Unicode"
-            todo.extend(((place, name), item) for name, item in reversed(value.items()))
-    return None
-
-
-def _path(place: _Place) -> str:
-    """The place as clients write it: `messages[0].content`; long names are cut."""
-    steps: list[str] = []
-    while place is not None:
-        place, step = place
-        steps.append(f"[{step}]" if isinstance(step, int) else f".{step[:_MAX_SHOWN_CHARS]}")
-    return "".join(reversed(steps)).removeprefix(".")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 _WHERE = re.compile(r"(?s)^(.*?)(?: - at (`key` in )?`\$\.?(.*)`)?$")
 _WRONG_TYPE = re.compile(r"^Expected `([^`]*)`(?:, got `[^`]*`)?$")
 _OUT_OF_RANGE = re.compile(r"^Expected `\w+` (of length )?(<=|<|>=|>) (\S+)$")
@@ -483,13 +307,13 @@ def _explain(complaint: str, data: Any, at: str) -> InvalidRequest:
     reason, in_key, path = match[1], match[2], match[3] or ""
     value = _value_at(data, path)
     got = "" if value is _NOWHERE else f", got {show(value)}"
-    param = _join(at, path.replace("[...]", ""))
+    param = join_path(at, path.replace("[...]", ""))
     if in_key:
         kind = _WRONG_TYPE.match(reason)
         what = _type_words(kind[1]) if kind else "valid"
         return InvalidRequest(f"a key of {param} must be {what}", param=param)
     if missing := _MISSING.match(reason):
-        param = _join(param, missing[1])
+        param = join_path(param, missing[1])
         return InvalidRequest(f"{param} is required", param=param)
     subject = f"a value of {param}" if "[...]" in path else param or "the value"
     if wrong := _WRONG_TYPE.match(reason):
@@ -522,11 +346,6 @@ def _type_words(names: str) -> str:
     return " or ".join(dict.fromkeys(_TYPE_WORDS.get(kind, kind) for kind in kinds))
 
 
-def _join(at: str, path: str) -> str:
-    """`path` inside of `at`; either may be empty."""
-    return f"{at}{path}" if path.startswith("[") else f"{at}.{path}".strip(".")
-
-
 def _number(digits: str) -> int | float:
     value = float(digits)
     return int(digits.partition(".")[0]) if value == int(value) else value
@@ -543,16 +362,3 @@ def _value_at(data: Any, path: str) -> Any:
         except (LookupError, TypeError, ValueError):
             return _NOWHERE
     return data
-
-
-def show(value: Any) -> str:
-    """The value as a short piece of JSON, for a message."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a number that is not finite"
-    if isinstance(value, msgspec.Struct):
-        return "an object"
-    if isinstance(value, int) and not isinstance(value, bool):
-        shown = str(value) if abs(value) < 10**40 else f"an integer of {value.bit_length()} bits"
-    else:
-        shown = json.dumps(value, ensure_ascii=True, default=lambda _: None)
-    return shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[: _MAX_SHOWN_CHARS - 1]}…"

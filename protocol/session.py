@@ -43,7 +43,7 @@ from protocol.frames import (
     Pong,
     type_of,
 )
-from protocol.parse import show
+from protocol.strict_json import show
 from protocol.token_log import CacheOutcome, Terminal, TokenDelta
 
 
@@ -60,7 +60,7 @@ CLOSE_CODES = {
     1007: CloseCode("a text message was not UTF-8", False),
     1009: CloseCode("a message was over max_message_bytes", False),
     1011: CloseCode("the server failed", True),
-    1013: CloseCode("the server is overloaded: wait before connecting again", True),
+    1012: CloseCode("this server restarts", True),
     4406: CloseCode("none of the subprotocols offered is spoken here", False),
     4408: CloseCode("nothing was heard for two heartbeats", True),
     4410: CloseCode("the client did not take what was sent to it", True),

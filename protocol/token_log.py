@@ -8,7 +8,6 @@ belongs to one event loop (or one thread); it does no IO and never blocks.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import Callable
 from typing import Literal
 
@@ -153,10 +152,12 @@ class Cursor:
 
     def __init__(self, log: TokenLog, next_seq: int = 0) -> None:
         self.log = log
-        self._index = bisect_left(log._deltas, next_seq, key=lambda delta: delta.seq)
+        self._next_seq = next_seq
+        self._index = 0
 
     def take(self, limit: int | None = None) -> list[TokenDelta]:
         """The deltas that are there now (at most `limit`), without waiting."""
+        self._skip()
         end = None if limit is None else self._index + limit
         taken = self.log._deltas[self._index : end]
         self._index += len(taken)
@@ -165,6 +166,7 @@ class Cursor:
     @property
     def is_at_end(self) -> bool:
         """Whether every delta was taken and the log has ended."""
+        self._skip()
         return self.log.terminal is not None and self._index == len(self.log._deltas)
 
     async def wait(self) -> list[TokenDelta]:
@@ -182,3 +184,9 @@ class Cursor:
             return taken
         finally:
             unsubscribe()
+
+    def _skip(self) -> None:
+        """Passes what lies before the cursor's first place, which may be ahead of the log."""
+        deltas = self.log._deltas
+        while self._index < len(deltas) and deltas[self._index].seq < self._next_seq:
+            self._index += 1

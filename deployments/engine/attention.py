@@ -38,7 +38,8 @@ class Piece:
 class StepLayout:
     """Where the tokens of one step come from and go to, the same for every layer.
 
-    `locations`: (T,) rows of the KV cache. The first `num_decodes` pieces have one query
+    `locations`: (T,) rows of the KV cache; packed tokens beyond T are padding, which is
+    computed and thrown away. The first `num_decodes` pieces have one query
     each, packed first; `decode_slots` and `decode_lens`: (num_decodes,) for the batched
     form of decode attention.
     """
@@ -106,15 +107,18 @@ class StepAttention:
         assert self._layout is not None, "begin() comes before the forward"
         form = _Form(scale, sliding_window or _window_by_layer_type(module, layer), softcap, s_aux)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self._layout.locations] = key[0].transpose(0, 1).to(keys.dtype)
-        values[self._layout.locations] = value[0].transpose(0, 1).to(values.dtype)
+        locations = self._layout.locations
+        num_tokens = locations.shape[0]
+        keys[locations] = key[0, :, :num_tokens].transpose(0, 1).to(keys.dtype)
+        values[locations] = value[0, :, :num_tokens].transpose(0, 1).to(values.dtype)
         attended = self._attend_all(self._layout, query.to(keys.dtype), keys, values, form)
         return attended.to(query.dtype).unsqueeze(0), None
 
     def _attend_all(
         self, layout: StepLayout, query: Tensor, keys: Tensor, values: Tensor, form: _Form
     ) -> Tensor:
-        out = query.new_empty(query.shape[2], query.shape[1], values.shape[2])
+        # Zeros, because the rows of padding tokens stay as they are.
+        out = query.new_zeros(query.shape[2], query.shape[1], values.shape[2])
         alone = layout.pieces
         if self.is_decode_batched and layout.num_decodes:
             alone = layout.pieces[layout.num_decodes :]

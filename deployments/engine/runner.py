@@ -89,6 +89,7 @@ class ModelRunner:
         self._chunk = config.prefill_chunk_tokens
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._is_cuda = self._device.type == "cuda"
+        self._least_rows = 2 if model.dtype == torch.bfloat16 and not self._is_cuda else 1
         self._attention = StepAttention(is_decode_batched=self._is_cuda)
         self._attention_name = f"seedance_{id(self._attention):x}"
         # A name without a registered mask function makes transformers build no mask at all.
@@ -149,7 +150,7 @@ class ModelRunner:
         logits: Tensor = self._model(**kwargs, use_cache=False).logits[0]
         if not self._takes_logits_to_keep:
             logits = logits[sampled_at]
-        return logits.float()
+        return logits[: len(plan.sampled_rows)].float()
 
     def release(self, seq: Sequence) -> None:
         if self._attention.is_decode_batched:
@@ -165,7 +166,8 @@ class ModelRunner:
         """Packs a plan; one host-to-device copy for all of its numbers.
 
         Returns:
-            The layout; token ids and positions, (1, T) int64; packed rows to sample, (R,).
+            The layout; token ids and positions, (1, T) int64; packed rows to sample, (R,),
+            in both cases no fewer than `_least_rows`.
         """
         token_ids: list[int] = []
         positions: list[int] = []
@@ -187,10 +189,14 @@ class ModelRunner:
             if row.is_sampled:
                 sampled_at.append(len(token_ids) - 1)
         decodes = pieces[:num_decodes]
+        # The bfloat16 kernels round one row alone differently from the same row among others,
+        # and from two rows on all alike. So a lone row gets a second, which is thrown away.
+        padding = [0] * (self._least_rows - len(token_ids))
+        sampled_at += sampled_at[:1] * (self._least_rows - len(sampled_at))
         staged = self._to_device(
             [
-                token_ids,
-                positions,
+                token_ids + padding,
+                positions + padding,
                 locations,
                 sampled_at,
                 [piece.slot for piece in decodes],

@@ -327,7 +327,7 @@ def _sha256_of_weights(folder: Path) -> str:
 def _write_record(model: ModelFolder, into: Path) -> None:
     record = msgspec.to_builtins(model, builtin_types=(), enc_hook=str)
     del record["path"]
-    record["fingerprint"] = _fingerprint(model.path)
+    record["fingerprint"] = _fingerprint(model.path, into)
     temporary = into / f".{RECORD}.{os.getpid()}"
     temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     temporary.rename(into / RECORD)
@@ -337,13 +337,13 @@ def _read_record(record: Path, folder: Path) -> ModelFolder | None:
     """The model a record describes, unless the folder's files are no longer those verified."""
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
-        if content.pop("fingerprint") != _fingerprint(folder):
+        if content.pop("fingerprint") != _fingerprint(folder, record.parent):
             logger.warning("%s has changed since it was verified", folder)
             return None
         return msgspec.convert(content | {"path": str(folder)}, ModelFolder, dec_hook=_to_path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, AttributeError, msgspec.ValidationError) as exc:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
         logger.warning("%s cannot be read and is ignored: %s", record, exc)
         return None
 
@@ -352,23 +352,25 @@ def _to_path(kind: type, value: Any) -> Any:
     return kind(value)
 
 
-def _fingerprint(folder: Path) -> str:
-    """A cheap hash over names, sizes and times of the files that make the model."""
-    files = sorted(
-        path for path in folder.iterdir() if path.suffix in (".safetensors", ".json", ".jinja")
-    )
-    lines = [
-        f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}"
-        for path in files
-        if path.name != RECORD
-    ]
+def _fingerprint(folder: Path, record_folder: Path) -> str:
+    """A cheap hash over names and sizes of the files that make the model, and their times.
+
+    Not the times when the record lies with the files: copying a prepared folder, into a container
+    image for example, may change them.
+    """
+    lines = []
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".jinja") and path.name != RECORD:
+            stat = path.stat()
+            changed = 0 if folder == record_folder else stat.st_mtime_ns
+            lines.append(f"{path.name} {stat.st_size} {changed}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _as_folder(name: str) -> Path | None:
     """The folder that a name means, or None for a hub id."""
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path.resolve()
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFound(f"{name} is neither a folder nor a hub id", param="model")

@@ -228,9 +228,10 @@ async def _answer(peer: Peer, request: Frame, known: set[str]) -> None:
             retryable=False,
         )
         return
-    question = json.dumps(request["messages"])
+    messages = json.dumps(request["messages"])
+    question = request["messages"][-1]["content"]
     cache: Frame = {"outcome": "miss", "reason": "nothing similar"}
-    if question in known:
+    if messages in known:
         cache = {"outcome": "exact", "tier": "L2", "similarity": 1.0, "age_s": 3.2}
     elif "Reworded" in question:
         cache = {"outcome": "miss", "similarity": 0.949, "reason": "below threshold"}
@@ -248,5 +249,5 @@ async def _answer(peer: Peer, request: Frame, known: set[str]) -> None:
     except asyncio.CancelledError:
         await peer.done(id, seq, "cancelled", cache=cache)
         return
-    known.add(question)
+    known.add(messages)
     await peer.done(id, seq, cache=cache)
