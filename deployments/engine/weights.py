@@ -144,17 +144,20 @@ class HubSource:
     """The Hugging Face hub; honours `HF_HUB_OFFLINE`, `HF_ENDPOINT` and `HF_TOKEN`."""
 
     timeout_s: float = HUB_TIMEOUT_S
+    endpoint: str | None = None
 
     def fetch(self, name: str, into: Path, *, progress: bool) -> Fetched:
         from huggingface_hub import HfApi, snapshot_download
 
+        hub = HfApi(endpoint=self.endpoint)
         try:
-            info = HfApi().model_info(name, timeout=self.timeout_s)
+            info = hub.model_info(name, timeout=self.timeout_s)
             files = [sibling.rfilename for sibling in info.siblings or []]
             _require_safetensors(name, files)
             with _hub_bars(progress):
                 snapshot_download(
                     name,
+                    endpoint=self.endpoint,
                     revision=info.sha,
                     local_dir=into,
                     allow_patterns=_HUB_FILES,
@@ -168,7 +171,7 @@ class HubSource:
             raise Unreachable(f"hub: {type(exc).__name__}: {exc}".split("\n", 1)[0]) from exc
         shutil.rmtree(into / ".cache", ignore_errors=True)
         licence = getattr(info.card_data, "license", None) or "unknown"
-        return Fetched(f"https://huggingface.co/{name}@{info.sha}", str(licence))
+        return Fetched(f"{hub.endpoint}/{name}@{info.sha}", str(licence))
 
 
 @dataclass(frozen=True)

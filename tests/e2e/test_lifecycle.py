@@ -289,20 +289,21 @@ async def test_a_prompt_alone_and_in_company_has_the_same_reply(asker: Asker) ->
 async def test_a_deadline_ends_a_stream_with_an_error(asker: Asker) -> None:
     turns = [{"role": "user", "content": LONG}]
     fields = {"max_tokens": 2000, "ignore_eos": True, "timeout_s": 1.0, "cache": "bypass"}
+    extra = {key: fields[key] for key in ("ignore_eos", "timeout_s", "cache")}
     client = openai.OpenAI(
         base_url=f"{asker.server.url}/v1", api_key=asker.key, max_retries=0, timeout=60
     )
     with client, pytest.raises(openai.APIError):
-        extra = {key: fields[key] for key in ("ignore_eos", "timeout_s", "cache")}
-        for _ in client.chat.completions.create(
-            model="HuggingFaceTB/SmolLM2-135M-Instruct",
-            messages=turns,  # type: ignore[arg-type]
-            stream=True,
-            temperature=0,
-            max_tokens=2000,
-            extra_body=extra,
-        ):
-            pass
+        list(
+            client.chat.completions.create(
+                model="HuggingFaceTB/SmolLM2-135M-Instruct",
+                messages=turns,  # type: ignore[arg-type]
+                stream=True,
+                temperature=0,
+                max_tokens=2000,
+                extra_body=extra,
+            )
+        )
     async with raw_socket(asker) as ws:
         await ws.send(request("late", **fields))
         last = (await until_done(ws, "late"))["late"][-1]

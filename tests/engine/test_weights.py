@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
 import threading
 import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -241,6 +245,105 @@ def test_an_embedder_is_known_by_its_modules(tmp_path):
     (folder / "modules.json").write_text("[]")
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
     assert pull(str(folder), tmp_path / "home", progress=False).context_length == 64
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of the hub's HTTP API as its client needs to download one model."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self.requested: list[str] = []
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.server.requested.append(path)
+        name = path.rpartition("/")[2]
+        if not path.startswith(("/api/models/a/b", "/a/b/resolve/")):
+            self._answer(404, b"{}")
+        elif "/resolve/" in path:
+            self._answer(200, self.server.files[name])
+        elif "/tree/" in path:
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": _etag(content)}
+                for name, content in self.server.files.items()
+            ]
+            self._answer(200, json.dumps(tree).encode())
+        else:
+            siblings = [{"rfilename": name} for name in self.server.files]
+            info = {"id": "a/b", "sha": "c" * 40, "siblings": siblings}
+            info["cardData"] = {"license": "mit"}
+            self._answer(200, json.dumps(info).encode())
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{_etag(body)}"')
+        self.send_header("X-Repo-Commit", "c" * 40)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def _etag(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+@contextmanager
+def serve_hub(folder: Path) -> Iterator[Hub]:
+    with Hub(folder) as hub:
+        thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.shutdown()
+            thread.join()
+
+
+def test_a_model_comes_from_the_hub(folder, tmp_path):
+    (folder / "pytorch_model.bin").write_text("not wanted")
+    (folder / "code.py").write_text("raise SystemExit")
+    with serve_hub(folder) as hub:
+        source = HubSource(endpoint=hub.endpoint)
+        model = pull("a/b", tmp_path / "home", progress=False, sources=[source])
+    assert model.licence == "mit"
+    assert model.source == f"{hub.endpoint}/a/b@{'c' * 40}"
+    names = {path.name for path in model.path.iterdir()}
+    wanted = {path.name for path in folder.iterdir()} - {"pytorch_model.bin", "code.py"}
+    assert names == wanted | {"seedance.json"}
+
+
+def test_a_hub_model_without_safetensors_is_refused_before_the_download(folder, tmp_path):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with serve_hub(folder) as hub, pytest.raises(InvalidRequest, match="only safetensors"):
+        pull("a/b", tmp_path, progress=False, sources=[HubSource(endpoint=hub.endpoint)])
+    assert not any("resolve" in path for path in hub.requested)
+
+
+def test_an_id_that_the_hub_does_not_know_is_not_found(folder, tmp_path):
+    with serve_hub(folder) as hub, pytest.raises(ModelNotFound, match="hub"):
+        pull("x/y", tmp_path, progress=False, sources=[HubSource(endpoint=hub.endpoint)])
+
+
+def test_a_hub_that_refuses_connections_fails_at_once(tmp_path):
+    source = HubSource(endpoint="http://127.0.0.1:9")
+    with pytest.raises(ModelNotFound, match="hub"):
+        pull("a/b", tmp_path, progress=False, sources=[source])
 
 
 def test_the_hub_is_left_alone_when_offline_is_asked_for(monkeypatch, tmp_path):
