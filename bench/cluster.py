@@ -103,7 +103,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
 
 
 def _tail(log: Path, num_lines: int = 40) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+    # Our own polling would otherwise push the cause out of sight.
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join([line for line in lines if "/readyz" not in line][-num_lines:])
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from cache import lexicon
 from cache.wording import Term, Wording, read
 
+MAX_PROMPT_CHARS = 4096
+"""Longer prompts equal only themselves: an embedder's window holds less, and reading takes time."""
 MAX_SHOWN = 3
 
 
@@ -20,6 +22,8 @@ def disagreement(a: str, b: str) -> str | None:
     """Why an answer to `a` must not be given for `b`; None when nothing speaks against it."""
     if a.strip() == b.strip():
         return None
+    if max(len(a), len(b)) > MAX_PROMPT_CHARS:
+        return f"prompt has {max(len(a), len(b))} characters, the limit is {MAX_PROMPT_CHARS}"
     first, second = read(a), read(b)
     if [term.text for term in first.terms] != [term.text for term in second.terms]:
         return _difference(first, second)

@@ -4,8 +4,8 @@ The row keeps everything: each word, number, symbol and identifier, in order.
 Only what provably changes nothing is evened out: capitals and end marks in
 English prose, contractions, number words, British spelling, politeness, and a
 closed list of ways to open a question. Where letters matter (code, quotes, several
-lines, text after a colon, "spell", "translate") the prompt is its own row, and so is
-prose that is not plainly English, apart from end marks.
+lines, text after a colon, "spell", "translate") a prompt equals only itself, and so
+does prose that is not plainly English, apart from end marks and spaces.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Wording:
 
 
 def read(prompt: str) -> Wording:
-    """The wording of a prompt. Time and size are linear in its length."""
+    """The wording of a prompt."""
     prompt = prompt.strip()
     terms = _split(prompt)
     if len(prompt.splitlines()) > 1:

@@ -35,6 +35,9 @@ class Asker:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self.http = httpx.Client(base_url=server.url, headers=headers, timeout=120)
 
+    def close(self) -> None:
+        self.http.close()
+
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
 

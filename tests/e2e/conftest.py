@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -22,15 +23,17 @@ def server_url(server: Server) -> str:
 
 
 @pytest.fixture(scope="session")
-def asker(server: Server) -> Asker:
+def asker(server: Server) -> Iterator[Asker]:
     """Asks as tenant a."""
-    return Asker(server, KEY_A)
+    with contextlib.closing(Asker(server, KEY_A)) as asker:
+        yield asker
 
 
 @pytest.fixture(scope="session")
-def other_tenant(server: Server) -> Asker:
+def other_tenant(server: Server) -> Iterator[Asker]:
     """Asks as tenant b."""
-    return Asker(server, KEY_B)
+    with contextlib.closing(Asker(server, KEY_B)) as asker:
+        yield asker
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,6 @@
 """The demo page in Chromium, on the served model.
 
-SEEDANCE_SCREENSHOT=docs/page.png also takes the picture for the README.
+The picture for the README: SEEDANCE_SCREENSHOT=docs/page.png pytest tests/e2e/test_page.py -k picture
 """
 
 from __future__ import annotations
@@ -95,11 +95,12 @@ async def test_a_refused_setting_is_explained_and_the_next_prompt_works(page: Pa
 
 @pytest.mark.skipif("SEEDANCE_SCREENSHOT" not in os.environ, reason="SEEDANCE_SCREENSHOT not set")
 async def test_the_picture_for_the_readme_is_taken(browser: Browser, server_url: str) -> None:
-    async with open_page(browser, width=1100, height=800, scale=2) as page:
+    async with open_page(browser, width=1100, height=900, scale=2) as page:
         await page.goto(server_url)
         for question in (
             "What is the capital of France?",
             "What is the capital of France?",
+            "What's the capital of France?",
             "Which city is the capital of France?",
         ):
             await ask(page, question)
