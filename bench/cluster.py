@@ -23,7 +23,7 @@ from app.launcher import is_ready, serve_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 READY_WITHIN_S = 300.0
-STOPPED_WITHIN_S = 60.0
+STOPPED_WITHIN_S = 20.0
 
 
 class ClusterFailed(Exception):

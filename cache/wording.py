@@ -96,9 +96,6 @@ def _literal(terms: list[Term]) -> Wording:
     )
 
 
-# Splitting
-
-
 def _split(prompt: str) -> list[Term]:
     terms: list[Term] = []
     end = 0
@@ -191,9 +188,6 @@ def _is_camel(word: str) -> bool:
     return "-" not in word and "'" not in word and not word[1:].islower()
 
 
-# Judging
-
-
 def _has_case(words: list[str]) -> bool:
     telling = [word for word in words if word != "I"]
     if all(word == word.lower() for word in telling):
@@ -218,9 +212,6 @@ def _is_english(words: list[str]) -> bool:
 
 def _folded(term: Term) -> Term:
     return Term("word", term.text.lower(), term.shown) if term.kind == "word" else term
-
-
-# Evening out
 
 
 def _matches(terms: list[Term], start: int, phrase: tuple[str, ...]) -> bool:

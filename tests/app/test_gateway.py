@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
-import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from starlette.types import Message
+from starlette.websockets import WebSocket
 from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import InvalidStatus
 
 from app import gateway
-from app.accounts import hash_key
+from app.accounts import Accounts, hash_key
+from app.settings import AuthSettings
 from deployments.engine.scripted import Fault
 from deployments.engine.sequence import Sequence
+from protocol.session import Session, SessionLimits
+from tests.app.openai_fakes import FakeGraph, stalls
 from tests.app.stack import (
     MODEL,
+    PATIENCE_S,
     TOKENIZER,
     Site,
     Stack,
@@ -32,7 +36,7 @@ from tests.app.stack import (
     until_metrics,
 )
 from tests.app.talker import Talker, talking
-from tests.protocol.fakes import framed
+from tests.protocol.fakes import framed, infer_req
 
 TALK = "Speak for long."
 KEY_A, KEY_B = "key-a", "key-b"
@@ -372,7 +376,7 @@ async def test_a_live_id_is_refused_and_an_ended_one_may_be_used_again() -> None
     async with speaking() as (_, site), talking(site.infer_url) as talker:
         await talker.ask("x", "the first of them, " * 5)
         await talker.until("INFER_CHUNK")
-        await talker.ask("x", "a second")
+        await talker.send("INFER_REQ", id="x", prompt="a second")
         assert (await talker.until("ERROR"))["code"] == "duplicate_id"
         await talker.until("INFER_DONE", id="x")
         assert talker.text("x") == "the first of them, " * 5
@@ -469,27 +473,66 @@ async def test_pings_and_refusals_are_answered_while_a_step_blocks() -> None:
             gate.set()
 
 
-async def test_a_peer_that_floods_and_does_not_read_is_dropped(
-    monkeypatch: pytest.MonkeyPatch,
+class DeafPeer:
+    """An ASGI peer that takes the greeting and nothing after it, and sends what it is given."""
+
+    def __init__(self, *messages: str) -> None:
+        self._messages = ["connect", *messages]
+        self.types: list[str] = []
+
+    @property
+    def socket(self) -> WebSocket:
+        scope = {"type": "websocket", "headers": [], "subprotocols": []}
+        return WebSocket(scope, self._receive, self._send)
+
+    async def _receive(self) -> Message:
+        if not self._messages:
+            await asyncio.Event().wait()
+        message = self._messages.pop(0)
+        if message == "connect":
+            return {"type": "websocket.connect"}
+        return {"type": "websocket.receive", "text": message}
+
+    async def _send(self, message: Message) -> None:
+        self.types.append(message["type"])
+        if len(self.types) > 2:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("flood", "heartbeat_s"), [(2000, 3600.0), (0, 0.02)], ids=["floods", "is silent"]
+)
+async def test_a_peer_that_takes_nothing_is_dropped_with_its_requests(
+    flood: int, heartbeat_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway, "CLOSE_TIMEOUT_S", 0.05)
-    async with speaking() as (stack, site):
-        # The less the kernel holds in between, the less it takes to flood it.
-        with socket.socket() as narrow:
-            narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            narrow.connect(site.address)
-            narrow.setblocking(False)
-            async with talking(site.infer_url, sock=narrow) as talker:
-                await talker.ask("r1", TALK)
-                await talker.until("INFER_CHUNK")
-                talker.connection.transport.pause_reading()
-                with contextlib.suppress(OSError, ConnectionClosed):
-                    while stack.num_live:
-                        await talker.send_raw("no JSON")
-                await stack.until_idle()
-                talker.connection.transport.abort()
-        async with talking(site.infer_url) as other:
-            assert await other.answer("r", "fine") == "fine"
+    monkeypatch.setattr(gateway, "CLOSE_TIMEOUT_S", 0.02)
+    graph = FakeGraph(stalls("never", "ends"))
+    serving = gateway.Gateway(
+        graph,
+        Accounts(AuthSettings()),
+        limits=SessionLimits(heartbeat_s=heartbeat_s),
+        max_connections=1,
+    )
+    peer = DeafPeer(infer_req("r1"), *["no JSON"] * flood)
+    async with asyncio.timeout(PATIENCE_S):
+        await serving.serve(peer.socket)
+    assert peer.types[:2] == ["websocket.accept", "websocket.send"]
+    assert serving.open_connections == 0
+    assert graph.num_running == 0
+
+
+async def test_a_fault_of_our_own_closes_the_socket_as_the_servers() -> None:
+    async with speaking() as (_, site), talking(site.infer_url) as talker:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def fail(*_: Any) -> None:
+                raise ValueError("a secret")
+
+            patch.setattr(Session, "receive", fail)
+            await talker.ask("r1")
+            assert await talker.closed_with() == 1011
+        assert "incident" in str(talker.connection.close_reason)
+        assert "secret" not in str(talker.connection.close_reason)
 
 
 # ------------------------------------------------------------------ who may connect
