@@ -58,6 +58,7 @@ class Accounts:
         if origin is None or "*" in self._origins or origin in self._origins:
             return True
         try:
-            return urlsplit(origin).netloc == headers.get("host", "")
+            host = urlsplit(origin).netloc
         except ValueError:  # an unbalanced bracket, for one
             return False
+        return bool(host) and host == headers.get("host")

@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from app.serving import Stream
 from deployments import wire
 from deployments.cache_key import is_cacheable
@@ -34,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 INFO_MAX_AGE_S = 10.0
 """A rollout may bring another model: after this time the replicas are asked again what they serve."""
+
+
+STORE_TIMEOUT_S = 5.0
+"""No one waits longer than a look-up may take; this only bounds what a dead cache leaves behind."""
 
 
 class RecordStream(Protocol):
@@ -90,6 +96,7 @@ class Graph:
         self._info: ModelInfo | None = None
         self._info_at_s = 0.0
         self._background: set[asyncio.Task[None]] = set()
+        self._storing: dict[bytes, asyncio.Task[None]] = {}
         self.cache_errors_total = 0
 
     async def model_info(self) -> ModelInfo:
@@ -146,6 +153,8 @@ class Graph:
         call = wire.LookupCall(request=request, model_revision=info.revision)
         try:
             async with asyncio.timeout(self._lookup_timeout_s):
+                if (storing := self._storing.get(_question(request))) is not None:
+                    await asyncio.wait((storing,))
                 reply = wire.decode_lookup_reply(await cache.lookup(wire.encode(call)))
             if reply.stored is None:
                 return reply.outcome, None
@@ -181,7 +190,8 @@ class Graph:
             records.cancel()
             raise
         generation = _Generation(request, records, arrivals, accepted, self._clock, started_s)
-        pump = asyncio.create_task(self._pump(generation, info))
+        generation.before_end = lambda terminal: self._begin_store(generation, info, terminal)
+        pump = asyncio.create_task(generation.run())
         self._background.add(pump)
         pump.add_done_callback(self._background.discard)
 
@@ -198,28 +208,39 @@ class Graph:
             cancel=cancel,
         )
 
-    async def _pump(self, generation: _Generation, info: ModelInfo) -> None:
-        await generation.run()
-        # In mid-rollout another model may have answered than the one we were told of.
-        if generation.accepted.revision == info.revision:
-            await self._store(generation.request, info, generation.log)
+    def _begin_store(self, generation: _Generation, info: ModelInfo, terminal: Terminal) -> None:
+        """Starts to keep an answer that ended by itself, if it may be reused.
 
-    async def _store(self, request: InferenceRequest, info: ModelInfo, log: TokenLog) -> None:
-        """Keeps a finished answer, if it ended by itself and may be reused."""
-        terminal = log.terminal
-        if self._cache is None or terminal is None or terminal.finish_reason != "stop":
+        No client waits for it, but whoever asks the same again at once does: they
+        have seen the end of the first answer and may expect to hit it.
+        """
+        request = generation.request
+        if self._cache is None or terminal.finish_reason != "stop" or not is_cacheable(request):
             return
-        if not is_cacheable(request):
+        if generation.accepted.revision != info.revision:
+            # In mid-rollout another model has answered than the one we were told of.
             return
-        stored = wire.StoredStream(deltas=log.deltas, terminal=terminal)
+        stored = wire.StoredStream(deltas=generation.log.deltas, terminal=terminal)
         call = wire.StoreCall(
             request=request,
             model_revision=info.revision,
             completion_tokens=terminal.usage.completion_tokens,
             stored=wire.encode(stored),
         )
+        question = _question(request)
+        task = asyncio.create_task(self._store(self._cache, wire.encode(call)))
+        self._storing[question] = task
+
+        def forget(done: asyncio.Task[None]) -> None:
+            if self._storing.get(question) is done:
+                del self._storing[question]
+
+        task.add_done_callback(forget)
+
+    async def _store(self, cache: CachePort, payload: bytes) -> None:
         try:
-            await self._cache.store(wire.encode(call))
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                await cache.store(payload)
         except Exception as error:
             self.cache_errors_total += 1
             logger.warning("cache store failed: %s", type(error).__name__)
@@ -254,6 +275,7 @@ class _Generation:
     accepted: wire.Accepted
     clock: Callable[[], float]
     started_s: float
+    before_end: Callable[[Terminal], None] = lambda terminal: None
     log: TokenLog = field(default_factory=TokenLog)
     first_delta_s: float | None = None
 
@@ -299,7 +321,15 @@ class _Generation:
                 self.first_delta_s = self.clock()
             self.log.append(*record.deltas)
         if record.terminal is not None:
+            self.before_end(record.terminal)
             self.log.finish(record.terminal)
+
+
+def _question(request: InferenceRequest) -> bytes:
+    """Equal for requests that ask the same in every respect."""
+    return wire.encode(
+        msgspec.structs.replace(request, request_id="", cache="auto", priority=0, timeout_s=None)
+    )
 
 
 def _acceptance(raw: bytes) -> wire.Accepted:

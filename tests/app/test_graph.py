@@ -81,7 +81,7 @@ async def answer(graph: Graph, request: InferenceRequest) -> Stream:
     """The stream, once it has ended and what there is to store is stored."""
     stream = await graph.open_stream(request)
     await terminal_of(stream.log)
-    await eventually(lambda: not graph._background)
+    await eventually(lambda: not graph._background and not graph._storing)
     return stream
 
 
@@ -744,3 +744,37 @@ async def test_opposite_and_recounted_questions_are_told_apart_however_alike() -
                 reply = await answer(stack.graph, ask(text, seed=seed))
                 assert reply.cache.outcome == "miss", (text, reply.cache)
                 assert text in reply.log.text
+
+
+async def test_one_who_asks_again_at_once_hits_though_the_store_is_slow() -> None:
+    stored = asyncio.Event()
+
+    class SlowStore:
+        def __init__(self) -> None:
+            self.kept: bytes | None = None
+
+        async def lookup(self, payload: bytes) -> bytes:
+            if self.kept is None:
+                return wire.encode(wire.LookupReply(outcome=CacheOutcome(reason="nothing yet")))
+            call = wire.decode_store_call(self.kept)
+            outcome = CacheOutcome(outcome="exact", tier="L2", similarity=1.0)
+            return wire.encode(wire.LookupReply(outcome=outcome, stored=call.stored))
+
+        async def store(self, payload: bytes) -> None:
+            await stored.wait()
+            self.kept = payload
+
+        async def stats(self) -> list[dict[str, Any]]:
+            return []
+
+    graph = Graph(
+        FakeModel(), SlowStore(), lookup_timeout_s=PATIENCE_S, accept_timeout_s=PATIENCE_S
+    )
+    first = await graph.open_stream(ask())
+    await terminal_of(first.log)
+    again = asyncio.create_task(graph.open_stream(ask()))
+    await asyncio.sleep(0)
+    stored.set()
+    stream = await again
+    assert stream.cache.outcome == "exact"
+    assert stream.log.text == first.log.text

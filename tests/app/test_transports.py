@@ -35,6 +35,12 @@ class Reply:
     def text(self) -> str:
         return "".join(self.pieces)
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """What all transports tell of the usage, each in its own form."""
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        return tuple(self.usage[name] for name in names)
+
 
 async def ask(site: Site, transport: str, prompt: str, *, chat: bool, **fields: Any) -> Reply:
     question: dict[str, Any] = {"prompt": prompt}
@@ -120,7 +126,7 @@ async def test_joined_pieces_equal_the_plain_text_and_cut_no_character(
 ) -> None:
     plain, sse, ws = await on_all(says(raw), chat=chat)
     assert plain.text == sse.text == ws.text == raw.decode("utf-8", "replace")
-    assert plain.usage == sse.usage == ws.usage
+    assert plain.counts == sse.counts == ws.counts
     assert plain.usage["completion_tokens"] == len(raw) + 1
     assert {reply.finish_reason for reply in (plain, sse, ws)} == {"stop"}
     for reply in (sse, ws):
@@ -188,8 +194,7 @@ async def test_what_one_transport_stored_the_others_replay(order: tuple[str, ...
         assert [reply.mark for reply in replies] == ["miss", "exact", "exact"]
         assert len({reply.text for reply in replies}) == 1
         assert "🙂" in replies[0].text
-        first, *others = [reply.usage for reply in replies]
-        assert all(usage == first for usage in others)
+        assert len({reply.counts for reply in replies}) == 1
 
 
 # ------------------------------------------------------------------ failures, on the way out
@@ -221,7 +226,7 @@ async def test_a_failure_in_mid_stream_is_an_event_after_the_text() -> None:
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == LETTERS[:10]
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
         assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "internal")
-        assert "scripted" not in response.text
+        assert "fault" not in response.text
 
 
 async def test_a_deadline_in_mid_stream_is_an_event_after_the_text() -> None:
@@ -229,7 +234,7 @@ async def test_a_deadline_in_mid_stream_is_an_event_after_the_text() -> None:
         running_stack(talks_on, token_interval_s=0.002) as stack,
         on_air(stack.graph) as site,
     ):
-        body = {"prompt": "Go on", "stream": True, "timeout_s": 0.3}
+        body = {"prompt": "Go on", "stream": True, "timeout_s": 0.3, "max_tokens": 4000}
         *chunks, last = events_of((await site.http.post(COMPLETIONS, json=body)).text)
         assert chunks
         assert last["error"]["code"] == "timeout"

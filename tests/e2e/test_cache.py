@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.asking import Asker, nonce
 
-SHORT = {"max_tokens": 48}
+SHORT = {"max_tokens": 24}
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
@@ -124,7 +124,7 @@ def test_sampled_replies_are_not_replayed_unless_asked_for(asker: Asker) -> None
     question = f"Invent a name for a cat. {nonce()}"
     marks = [asker.plain(question, temperature=None, max_tokens=20).mark for _ in range(3)]
     assert marks == ["miss"] * 3
-    settings = {"temperature": 1.0, "seed": 7, "cache": "sampled"}
+    settings = {"temperature": 1.0, "seed": 7, "cache": "sampled", "stop": [" ", "."]}
     first = asker.plain(question, **settings)
     assert first.finish_reason == "stop"
     again = asker.plain(question, **settings)

@@ -23,14 +23,12 @@ MAX_TOKENS = 24
 NEAR_TIE = 0.05
 """Gap of the best two log probabilities below which a first difference is tolerated."""
 
-WORDS = "alpha river stone green cloud seven quick lamp".split()
+WORDS = ["alpha", "river", "stone", "green", "cloud", "seven", "quick", "lamp"]
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def runner(request: pytest.FixtureRequest, chat_model_folder: Path) -> Iterator[ModelRunner]:
+@pytest.fixture(scope="module")
+def runner(chat_model_folder: Path) -> Iterator[ModelRunner]:
     config = EngineConfig(
-        device="cpu",
-        dtype=request.param,
         max_num_seqs=8,
         max_model_len=1024,
         max_num_batched_tokens=300,
@@ -56,12 +54,12 @@ def engine(runner: ModelRunner, chat_tokenizer: ChatTokenizer) -> Engine:
 
 @pytest.fixture(scope="module")
 def prompts(chat_tokenizer: ChatTokenizer) -> list[list[int]]:
-    """'how are you?' first, then seven others of about 40 to 600 tokens."""
+    """'how are you?' first, then seven others of about 40 to 450 tokens."""
     rng = random.Random(0)
     texts = ["how are you?", "Write a poem about rivers.", "What is 17 times 23?"]
     texts += [
         f"Tell me about {' '.join(rng.choice(WORDS) for _ in range(length))}."
-        for length in (5, 60, 140, 250, 550)
+        for length in (5, 20, 60, 140, 400)
     ]
     return [chat_tokenizer.encode_chat([Message(role="user", content=text)]) for text in texts]
 
@@ -102,11 +100,13 @@ def tokens_with_gaps(deltas: list[TokenDelta]) -> list[tuple[int, float]]:
 def test_greedy_answers_are_the_same_alone_and_in_any_company(
     engine: Engine, prompts: list[list[int]]
 ) -> None:
-    alone = [tokens_with_gaps(run(engine, [prompt])[0]) for prompt in prompts]
-    for round_ in range(2):
+    # The shortest, and the longest, which is cut into chunks.
+    watched = [0, 1, len(prompts) - 1]
+    alone = {i: tokens_with_gaps(run(engine, [prompts[i]])[0]) for i in watched}
+    for round_ in range(3):
         together = run(engine, prompts, random.Random(round_))
-        for expected, deltas in zip(alone, together, strict=True):
-            got = tokens_with_gaps(deltas)
+        for watched_row, expected in alone.items():
+            got = tokens_with_gaps(together[watched_row])
             for i, ((token_id, gap), (other, _)) in enumerate(zip(expected, got, strict=True)):
                 if token_id != other:
                     assert gap < NEAR_TIE, f"round {round_}: token {i} differs, gap {gap:.3f}"

@@ -244,7 +244,7 @@ def test_an_aborted_stream_ends_before_the_next_step_is_planned() -> None:
 
 
 def test_a_queued_request_is_dropped_without_being_computed() -> None:
-    engine, runner = scripted_engine("hello", config=replace(SMALL, max_num_seqs=1))
+    engine, _ = scripted_engine("hello", config=replace(SMALL, max_num_seqs=1))
     running, queued = sequence(), sequence()
     engine.add(running)
     engine.step()
@@ -467,7 +467,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     monkeypatch.setattr(TOKENIZER, "encode_chat", encode)
     text = "🙂" * 500_000
     given = text if field == "prompt" else (Message(role="user", content=text),)
-    with pytest.raises(ContextLengthExceeded, match="at least [0-9]+ tokens, .* 128") as refusal:
+    with pytest.raises(ContextLengthExceeded, match=r"at least [0-9]+ tokens, .* 128") as refusal:
         prepared(**{field: given})
     assert refusal.value.param == field
 
@@ -497,8 +497,6 @@ def test_a_bad_request_is_refused_by_the_name_of_its_field(
 
 def test_unseeded_requests_get_seeds_of_their_own() -> None:
     rng = random.Random(1)
-    seqs = [
-        prepare(request(prompt="a"), TOKENIZER, SMALL, FakeClock(), rng) for _ in range(2)
-    ]
+    seqs = [prepare(request(prompt="a"), TOKENIZER, SMALL, FakeClock(), rng) for _ in range(2)]
     assert seqs[0].seed != seqs[1].seed
     assert prepared(prompt="a", sampling=SamplingParams(seed=-7)).seed == -7

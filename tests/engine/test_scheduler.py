@@ -139,7 +139,7 @@ def test_every_sequence_ends_within_budget_and_in_order_of_arrival(
 
 
 def test_a_budget_too_small_for_a_full_batch_and_one_chunk_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_num_batched_tokens is 19, the least is .* = 20"):
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens is 19, the least is .* = 20"):
         replace(SMALL, max_num_batched_tokens=19)
 
 
