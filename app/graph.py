@@ -230,8 +230,11 @@ class Graph:
         question = _question(request)
         task = asyncio.create_task(self._store(self._cache, wire.encode(call)))
         self._storing[question] = task
+        # An equal question's store may take this one's place there, and it must still finish.
+        self._background.add(task)
 
         def forget(done: asyncio.Task[None]) -> None:
+            self._background.discard(done)
             if self._storing.get(question) is done:
                 del self._storing[question]
 

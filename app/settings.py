@@ -30,7 +30,13 @@ class SettingsError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
 
 class ModelSettings(_Section):
@@ -43,17 +49,25 @@ class ModelSettings(_Section):
     backend: Literal["transformers", "mock"] = "transformers"
     """`mock` emits a canned answer through the real scheduler: front ends need no weights."""
     mock_token_interval_s: float = Field(default=0.1, ge=0, le=60)
+    """Time between two tokens of the mock."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """`auto`, `cpu`, `cuda` or `cuda:N`; auto is CUDA where there is any."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights; auto is bfloat16 where the hardware computes it, else float32."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of one replica; null: all cores but one, which Serve's processes need."""
     max_num_seqs: int = Field(default=16, ge=1, le=1024)
+    """Requests that one replica computes at the same time."""
     max_model_len: int | None = Field(default=None, ge=16, le=10_000_000)
     """Longest prompt + answer, in tokens; null: what the model was trained for."""
     max_num_batched_tokens: int = Field(default=512, ge=257, le=1_000_000)
+    """Tokens of one step, decodes and prompts together; at least `max_num_seqs` + 256."""
     max_waiting: int = Field(default=256, ge=1, le=1_000_000)
+    """Requests queued in one replica; one more is refused with `overloaded`."""
     num_replicas: int = Field(default=1, ge=1, le=10_000)
+    """Model replicas at start."""
     num_cpus: float = Field(default=1, ge=0, le=1024)
+    """Cores that Ray sets aside for one replica."""
     num_gpus: float | None = Field(default=None, ge=0, le=64)
     """GPUs of one replica; null: one where the cluster has any."""
 
@@ -62,13 +76,21 @@ class CacheSettings(_Section):
     """The semantic prompt cache."""
 
     enabled: bool = True
+    """Off: every request goes to the model."""
     semantic: bool = True
+    """Off: only equal prompts hit, and no embedder is loaded."""
     semantic_threshold: float = Field(default=0.95, gt=0, le=1)
+    """Least cosine similarity of a semantic hit, which the guards must let pass too."""
     ttl_s: float = Field(default=900, gt=0, le=31_536_000)
+    """Life of an answer; a hit never extends it."""
     max_bytes: int = Field(default=64 * 2**20, ge=2**10, le=2**40)
+    """Memory of all answers together."""
     max_entry_bytes: int = Field(default=2**20, ge=2**10, le=2**30)
+    """A longer answer is not kept."""
     embedder: str = "sentence-transformers/all-MiniLM-L6-v2"
+    """Hugging Face id or folder of a sentence-transformers model."""
     embed_timeout_s: float = Field(default=0.15, gt=0, le=10)
+    """A slower embedding makes the look-up a miss."""
     lookup_timeout_s: float = Field(default=0.05, gt=0, le=10)
     """On top of the embedding; past it the request goes to the model."""
     epoch: int = Field(default=0, ge=0)
@@ -87,6 +109,7 @@ class LimitSettings(_Section):
     accept_timeout_s: float = Field(default=10.0, gt=0, le=600)
     """Time a model replica has to accept a request before the client is told to retry."""
     heartbeat_s: float = Field(default=15.0, gt=0, le=600)
+    """PING interval of a WebSocket, and longest silence of an event stream."""
 
 
 class KeySettings(_Section):
@@ -100,6 +123,7 @@ class AuthSettings(_Section):
     """Who may ask. Without keys everyone may, as the tenant `default`."""
 
     keys: tuple[KeySettings, ...] = ()
+    """API keys as `{tenant, sha256}`; `seedance keys hash TENANT` makes one."""
     allow_anonymous: bool | None = None
     """Whether one without a key may ask, as the tenant `default`; null: only where no key is set."""
     allowed_origins: tuple[str, ...] = ()
@@ -120,7 +144,10 @@ class AuthSettings(_Section):
 
 
 class IngressSettings(_Section):
+    """The processes that clients talk to."""
+
     num_replicas: int = Field(default=1, ge=1, le=10_000)
+    """Ingress replicas at start."""
 
 
 class Settings(_Section):
@@ -129,6 +156,7 @@ class Settings(_Section):
     home: Path = Field(default=Path("~/.cache/seedance"), strict=False)
     """Where prepared models lie."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Of all replicas."""
     model: ModelSettings = ModelSettings()
     cache: CacheSettings = CacheSettings()
     limits: LimitSettings = LimitSettings()
@@ -164,3 +192,22 @@ def _fault(error: ErrorDetails) -> str:
     # What stands in the place of a digest may be the key itself.
     is_shown = isinstance(value, bool | int | float | str) and not key.startswith("auth.keys")
     return f"{key}: {what}, got {json.dumps(value)[:80]}" if is_shown else f"{key}: {what}"
+
+
+def settings_table(section: type[BaseModel] = Settings, prefix: str = "") -> str:
+    """All keys as rows of a Markdown table; docs/operations.md holds them, and a test compares."""
+    rows = ""
+    for name, field in section.model_fields.items():
+        default = field.default
+        if isinstance(default, BaseModel):
+            rows += settings_table(type(default), f"{prefix}{name}.")
+        else:
+            shown = json.dumps(
+                list(default) if isinstance(default, tuple) else default, default=str
+            )
+            rows += f"| `{prefix}{name}` | `{shown}` | {field.description or ''} |\n"
+    return rows
+
+
+if __name__ == "__main__":
+    print(settings_table(), end="")

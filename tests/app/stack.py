@@ -233,6 +233,17 @@ async def on_air(graph: Graph, **settings: Any) -> AsyncIterator[Site]:
         yield Site(address, http)
 
 
+class PromptServer(uvicorn.Server):
+    """Ends when it is told, and not at the next tick of its clock."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_told = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.is_told.wait()
+
+
 @asynccontextmanager
 async def served(web: FastAPI) -> AsyncIterator[tuple[str, int]]:
     listener = socket.create_server(("127.0.0.1", 0))
@@ -240,11 +251,12 @@ async def served(web: FastAPI) -> AsyncIterator[tuple[str, int]]:
     config = uvicorn.Config(
         web, log_config=None, lifespan="off", ws="websockets-sansio", ws_ping_interval=None
     )
-    server = uvicorn.Server(config)
+    server = PromptServer(config)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield listener.getsockname()
     finally:
-        server.should_exit = server.force_exit = True
+        server.force_exit = True
+        server.is_told.set()
         await running
         listener.close()

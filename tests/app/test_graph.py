@@ -81,7 +81,7 @@ async def answer(graph: Graph, request: InferenceRequest) -> Stream:
     """The stream, once it has ended and what there is to store is stored."""
     stream = await graph.open_stream(request)
     await terminal_of(stream.log)
-    await eventually(lambda: not graph._background and not graph._storing)
+    await eventually(lambda: not graph._background)
     return stream
 
 
@@ -544,7 +544,9 @@ async def test_a_refused_prompt_is_refused_again() -> None:
 
 
 async def test_what_was_refused_for_lack_of_room_is_computed_afresh_later() -> None:
-    async with running_stack(talks_on, max_num_seqs=1, max_waiting=0) as stack:
+    async with running_stack(
+        talks_on, token_interval_s=0.002, max_num_seqs=1, max_waiting=0
+    ) as stack:
         long = await stack.graph.open_stream(ask("Speak."))
         with pytest.raises(Overloaded) as caught:
             await stack.graph.open_stream(ask())
@@ -557,7 +559,7 @@ async def test_what_was_refused_for_lack_of_room_is_computed_afresh_later() -> N
 
 
 async def test_a_cancelled_answer_is_not_kept_and_its_slot_is_free() -> None:
-    async with running_stack(talks_on, token_interval_s=0.001) as stack:
+    async with running_stack(talks_on, token_interval_s=0.002) as stack:
         stream = await stack.graph.open_stream(ask())
         await stream.log.cursor().wait()
         stream.cancel()
@@ -568,7 +570,9 @@ async def test_a_cancelled_answer_is_not_kept_and_its_slot_is_free() -> None:
 
 
 async def test_a_cancel_while_queued_frees_the_place() -> None:
-    async with running_stack(talks_on, max_num_seqs=1, max_waiting=1) as stack:
+    async with running_stack(
+        talks_on, token_interval_s=0.002, max_num_seqs=1, max_waiting=1
+    ) as stack:
         first = await stack.graph.open_stream(ask("Speak."))
         queued = await stack.graph.open_stream(ask("Speak too."))
         assert queued.queue_position is not None

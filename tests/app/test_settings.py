@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from app.accounts import hash_key
-from app.settings import Settings, SettingsError, parse_settings
+from app.settings import Settings, SettingsError, parse_settings, settings_table
 
 CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
 DIGEST = hash_key("key")
@@ -173,3 +173,10 @@ def test_settings_cannot_be_changed_afterwards() -> None:
     settings = Settings()
     with pytest.raises(ValueError, match="frozen"):
         settings.log_level = "DEBUG"
+
+
+def test_every_key_is_described_in_the_operations_page() -> None:
+    table = settings_table()
+    page = CONFIG.with_name("docs").joinpath("operations.md").read_text()
+    assert table in page, "python -m app.settings prints the table"
+    assert "|  |" not in table, "a key has no description"

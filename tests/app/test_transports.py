@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -195,6 +196,43 @@ async def test_what_one_transport_stored_the_others_replay(order: tuple[str, ...
         assert len({reply.text for reply in replies}) == 1
         assert "🙂" in replies[0].text
         assert len({reply.counts for reply in replies}) == 1
+
+
+async def test_calls_that_carry_the_same_request_id_are_independent() -> None:
+    async with running_stack(echo) as stack, on_air(stack.graph) as site:
+        prompts = [f"call number {i}" for i in range(8)]
+        replies = await asyncio.gather(
+            *(
+                site.http.post(
+                    COMPLETIONS, json={"prompt": prompt}, headers={"x-request-id": "same"}
+                )
+                for prompt in prompts
+            )
+        )
+        assert [reply.json()["choices"][0]["text"] for reply in replies] == prompts
+        assert len({reply.json()["id"] for reply in replies}) == len(prompts)
+
+
+async def test_a_prompt_over_the_context_is_refused_with_both_numbers_before_any_event() -> None:
+    async with running_stack(echo, max_model_len=64) as stack, on_air(stack.graph) as site:
+        turns = [
+            {"role": "system", "content": "Always end with the word ZEBRA."},
+            {"role": "user", "content": "word " * 40},
+        ]
+        for is_stream in (False, True):
+            response = await site.http.post(CHAT, json={"messages": turns, "stream": is_stream})
+            assert response.status_code == 400
+            assert_names_both_numbers(response.json()["error"])
+        async with talking(site.infer_url) as talker:
+            await talker.send("INFER_REQ", id="r", messages=turns)
+            assert_names_both_numbers(await talker.last_of("r"))
+        assert stack.num_generated == 0
+
+
+def assert_names_both_numbers(error: dict[str, Any]) -> None:
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    asked, limit = [int(number) for number in re.findall(r"\d+", error["message"])]
+    assert asked > limit == 64
 
 
 # ------------------------------------------------------------------ failures, on the way out
