@@ -14,11 +14,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-
 from app.serving import Stream
 from deployments import wire
-from deployments.cache_key import is_cacheable
+from deployments.cache_key import cache_key, is_cacheable
 from deployments.metrics import GraphStats
 from deployments.wire import ModelInfo
 from protocol.errors import (
@@ -96,7 +94,7 @@ class Graph:
         self._info: ModelInfo | None = None
         self._info_at_s = 0.0
         self._background: set[asyncio.Task[None]] = set()
-        self._storing: dict[bytes, asyncio.Task[None]] = {}
+        self._storing: dict[str, asyncio.Task[None]] = {}
         self.cache_errors_total = 0
 
     async def model_info(self) -> ModelInfo:
@@ -153,8 +151,7 @@ class Graph:
         call = wire.LookupCall(request=request, model_revision=info.revision)
         try:
             async with asyncio.timeout(self._lookup_timeout_s):
-                if (storing := self._storing.get(_question(request))) is not None:
-                    await asyncio.wait((storing,))
+                await self._stored(request)
                 reply = wire.decode_lookup_reply(await cache.lookup(wire.encode(call)))
             if reply.stored is None:
                 return reply.outcome, None
@@ -239,6 +236,11 @@ class Graph:
                 del self._storing[question]
 
         task.add_done_callback(forget)
+
+    async def _stored(self, request: InferenceRequest) -> None:
+        """Waits until an equal request's answer, if one is just being stored, can be found."""
+        if self._storing and (storing := self._storing.get(_question(request))) is not None:
+            await asyncio.wait((storing,))
 
     async def _store(self, cache: CachePort, payload: bytes) -> None:
         try:
@@ -328,11 +330,9 @@ class _Generation:
             self.log.finish(record.terminal)
 
 
-def _question(request: InferenceRequest) -> bytes:
-    """Equal for requests that ask the same in every respect."""
-    return wire.encode(
-        msgspec.structs.replace(request, request_id="", cache="auto", priority=0, timeout_s=None)
-    )
+def _question(request: InferenceRequest) -> str:
+    """Equal for requests that the cache takes for equal."""
+    return cache_key(request, model_revision="", embedder_revision="", epoch=0).exact
 
 
 def _acceptance(raw: bytes) -> wire.Accepted:

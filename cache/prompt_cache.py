@@ -168,23 +168,17 @@ class PromptCache:
         Only answers that ended by themselves may be stored. Without a usable
         `embedding` the entry is found exactly only; an unusable one counts as an error.
         """
-        now = self._expire()
-        if key.exact in self._entries:
-            self._remove(key.exact)
-        size = _entry_bytes(key, answer, embedding)
-        if size > min(self._config.max_entry_bytes, self._config.max_bytes):
-            self._counts["refused_stores"] += 1
+        is_kept = self._put(key, answer, embedding, created=self._expire())
+        self._counts["stores" if is_kept else "refused_stores"] += 1
+        return is_kept
+
+    def add_embedding(self, key: PromptKey, answer: StoredAnswer, embedding: Vector) -> bool:
+        """Makes a stored answer findable by meaning; False when it is not held any more."""
+        self._expire()
+        entry = self._entries.get(key.exact)
+        if entry is None or entry.answer is not answer:
             return False
-        while self._policy.currsize + size > self._config.max_bytes:
-            victim, _ = self._policy.popitem()
-            self._counts["evictions"] += 1
-            self._forget(victim)
-        is_indexed = self._add_to_index(key, embedding)
-        self._policy[key.exact] = size
-        self._entries[key.exact] = _Entry(key, answer, now, is_indexed)
-        self._expiry.add(key.exact, now + self._config.ttl_s)
-        self._counts["stores"] += 1
-        return True
+        return self._put(key, answer, embedding, created=entry.created)
 
     def evict_expired(self) -> int:
         """Frees what has expired and returns how many; every look-up and store does so too."""
@@ -211,6 +205,24 @@ class PromptCache:
         return CacheStats(
             **self._counts, entries=len(self._entries), bytes=int(self._policy.currsize)
         )
+
+    def _put(
+        self, key: PromptKey, answer: StoredAnswer, embedding: Vector | None, *, created: float
+    ) -> bool:
+        if key.exact in self._entries:
+            self._remove(key.exact)
+        size = _entry_bytes(key, answer, embedding)
+        if size > min(self._config.max_entry_bytes, self._config.max_bytes):
+            return False
+        while self._policy.currsize + size > self._config.max_bytes:
+            victim, _ = self._policy.popitem()
+            self._counts["evictions"] += 1
+            self._forget(victim)
+        is_indexed = self._add_to_index(key, embedding)
+        self._policy[key.exact] = size
+        self._entries[key.exact] = _Entry(key, answer, created, is_indexed)
+        self._expiry.add(key.exact, created + self._config.ttl_s)
+        return True
 
     def _nearest(self, key: PromptKey, embedding: Vector | None, now: float) -> Hit | Miss:
         if not key.allow_semantic:

@@ -52,6 +52,7 @@ class CacheService:
         # A miss is followed by a store of the same prompt: its vector need not be computed twice.
         # Held by digest, because a prompt may be a megabyte long.
         self._recent: LRUCache[str, Vector] = LRUCache(maxsize=1024)
+        self._embedding: set[asyncio.Task[None]] = set()
         self.embed_errors_total = 0
 
     async def lookup(self, call: LookupCall) -> LookupReply:
@@ -75,22 +76,35 @@ class CacheService:
             return LookupReply(outcome=CacheOutcome(reason="prompt too long to embed"))
         return _reply(self._cache.lookup_semantic(key, vector))
 
-    async def store(self, call: StoreCall) -> None:
-        """Keeps an answer; without a vector it can only be hit exactly."""
+    def store(self, call: StoreCall) -> None:
+        """Keeps an answer. It can be hit exactly at once, and by meaning once it is embedded."""
         key = self._key(call)
-        vector: Vector | None = None
-        if self._embed is not None and key.allow_semantic:
-            try:
-                vector = await self._vector(key)
-            except Exception:
-                self.embed_errors_total += 1
-                logger.exception("embedding failed; the answer is stored for exact hits only")
         answer = StoredAnswer(
             payload=call.stored,
             completion_tokens=call.completion_tokens,
             model_revision=call.model_revision,
         )
+        vector = self._recent.get(key.exact)
         self._cache.store(key, answer, vector)
+        if vector is None and self._embed is not None and key.allow_semantic:
+            task = asyncio.create_task(self._embed_stored(key, answer))
+            self._embedding.add(task)
+            task.add_done_callback(self._embedding.discard)
+
+    async def settle(self) -> None:
+        """Waits until every stored answer is embedded."""
+        while self._embedding:
+            await asyncio.wait(self._embedding)
+
+    async def _embed_stored(self, key: PromptKey, answer: StoredAnswer) -> None:
+        try:
+            vector = await self._vector(key)
+        except Exception:
+            self.embed_errors_total += 1
+            logger.exception("embedding failed; the answer is stored for exact hits only")
+            return
+        if vector is not None:
+            self._cache.add_embedding(key, answer, vector)
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes, as plain values."""

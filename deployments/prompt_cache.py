@@ -58,7 +58,7 @@ class PromptCacheReplica:
         return wire.encode(await self._service.lookup(wire.decode_lookup_call(payload)))
 
     async def store(self, payload: bytes) -> None:
-        await self._service.store(wire.decode_store_call(payload))
+        self._service.store(wire.decode_store_call(payload))
 
     async def stats(self) -> dict[str, Any]:
         return self._service.stats()

@@ -129,7 +129,8 @@ class InProcessCache:
         return wire.encode(await self._service.lookup(wire.decode_lookup_call(payload)))
 
     async def store(self, payload: bytes) -> None:
-        await self._service.store(wire.decode_store_call(payload))
+        self._service.store(wire.decode_store_call(payload))
+        await self._service.settle()
 
     async def stats(self) -> list[dict[str, Any]]:
         return [self._service.stats()]

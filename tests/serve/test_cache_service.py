@@ -83,7 +83,7 @@ class Asker:
         return await self.service.lookup(call)
 
     async def store(self, text: str = QUESTION, stored: bytes = b"Paris", **fields: object) -> None:
-        await self.service.store(
+        self.service.store(
             StoreCall(
                 request=request(text, **fields),  # type: ignore[arg-type]
                 model_revision="rev-1",
@@ -91,6 +91,7 @@ class Asker:
                 stored=stored,
             )
         )
+        await self.service.settle()
 
 
 async def test_an_equal_question_hits_without_an_embedding() -> None:
@@ -236,3 +237,36 @@ async def test_an_answer_that_is_too_large_is_not_kept_and_nothing_fails() -> No
     await asker.store(stored=b"x" * 2**21)
     assert (await asker.lookup()).stored is None
     assert asker.service.stats()["refused_stores"] == 1
+
+
+async def test_an_answer_is_found_before_it_is_embedded() -> None:
+    arrived = asyncio.Event()
+
+    async def embed(text: str) -> Vector | None:
+        await arrived.wait()
+        return np.array([1, 0], dtype=np.float32)
+
+    asker = Asker(embed)
+    storing = asyncio.create_task(asker.store())
+    await asyncio.sleep(0)
+    assert (await asker.lookup()).outcome.outcome == "exact"
+    arrived.set()
+    await storing
+    assert (await asker.lookup(REWORDED)).outcome.outcome == "semantic"
+    assert asker.service.stats()["stores"] == 1
+
+
+async def test_an_embedding_that_comes_late_does_not_bring_an_old_answer_back() -> None:
+    arrived = asyncio.Event()
+
+    async def embed(text: str) -> Vector | None:
+        await arrived.wait()
+        return np.array([1, 0], dtype=np.float32)
+
+    asker = Asker(embed)
+    stores = [asyncio.create_task(asker.store(stored=stored)) for stored in (b"old", b"new")]
+    await asyncio.sleep(0)
+    arrived.set()
+    await asyncio.gather(*stores)
+    assert (await asker.lookup()).stored == b"new"
+    assert (await asker.lookup(REWORDED)).stored == b"new"
