@@ -82,7 +82,7 @@ def chat(
     url: Annotated[str, typer.Option(help="Server.")] = "http://127.0.0.1:8000",
     key: Annotated[str | None, typer.Option(help="API key.")] = None,
     model: Annotated[str | None, typer.Option(help="Model id.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy, and cacheable.")] = 0.0,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     cache: Annotated[str, typer.Option(help="auto, bypass, only, refresh or sampled.")] = "auto",

@@ -8,6 +8,7 @@ the one stream with one error.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -94,6 +95,7 @@ class Graph:
         self._info: ModelInfo | None = None
         self._info_at_s = 0.0
         self._background: set[asyncio.Task[None]] = set()
+        self._own_context = contextvars.copy_context()
         self._storing: dict[str, asyncio.Task[None]] = {}
         self.cache_errors_total = 0
 
@@ -225,7 +227,11 @@ class Graph:
             stored=wire.encode(stored),
         )
         question = _question(request)
-        task = asyncio.create_task(self._store(self._cache, wire.encode(call)))
+        # Outside the request's context: Serve cancels every call made in it when its client
+        # leaves, and one who has the whole answer leaves at once.
+        task = asyncio.create_task(
+            self._store(self._cache, wire.encode(call)), context=self._own_context
+        )
         self._storing[question] = task
         # An equal question's store may take this one's place there, and it must still finish.
         self._background.add(task)
