@@ -67,11 +67,13 @@ def serve_config(
 @cli.command()
 def dev() -> None:
     """Serve the page and the APIs on the mock model; reload when a file changes."""
-    from app.launcher import run_serve
+    from app.launcher import HAPROXY_SWITCHES, run_serve
 
     url = "http://127.0.0.1:8000"
     greeting = f"Mock model. Page: {url}/"
-    sys.exit(run_serve(["--reload", "app.main:dev"], url, greeting))
+    # Without a config file HAProxy would listen on all interfaces; the Python proxy does not.
+    overrides = dict.fromkeys(HAPROXY_SWITCHES, "0")
+    sys.exit(run_serve(["--reload", "app.main:dev"], url, greeting, overrides=overrides))
 
 
 @cli.command()

@@ -7,6 +7,7 @@ import http.client
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -91,10 +93,37 @@ def base_url(config: Mapping[str, Any]) -> str:
     return f"http://{host}:{http.get('port', 8000)}{prefix}"
 
 
-def run_serve(arguments: list[str], url: str, greeting: str) -> int:
-    """Runs `serve run …` until it ends; says `greeting` once a completion would work."""
+def check_port(url: str) -> None:
+    """Looks whether the address can be taken: Serve would only go on trying.
+
+    Raises:
+        SettingsError: something else listens there.
+    """
+    address = urlsplit(url)
+    family = socket.AF_INET6 if ":" in (address.hostname or "") else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.hostname, address.port))
+        except OSError as error:
+            raise SettingsError(f"{address.netloc} cannot be used: {error.strerror}") from None
+
+
+def run_serve(
+    arguments: list[str], url: str, greeting: str, *, overrides: Mapping[str, str] | None = None
+) -> int:
+    """Runs `serve run …` until it ends; says `greeting` once a completion would work.
+
+    Args:
+        overrides: go before deploy/serve.env and the shell's environment.
+
+    Raises:
+        SettingsError: the port is taken.
+    """
+    check_port(url)
     command = [str(Path(sys.executable).with_name("serve")), "run", *arguments]
-    process = subprocess.Popen(command, env=serve_environment(os.environ))
+    environment = serve_environment({**os.environ, **(overrides or {})})
+    process = subprocess.Popen(command, env=environment)
     announcer = threading.Thread(target=_announce, args=(process, url, greeting), daemon=True)
     announcer.start()
     # Ctrl-C reaches the child through the process group; it shuts Serve down and ends.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,6 +14,7 @@ from app.launcher import (
     ENV_FILE,
     HAPROXY_SWITCHES,
     base_url,
+    check_port,
     haproxy_problem,
     is_ready,
     read_config,
@@ -156,3 +158,13 @@ def test_nobody_there_is_not_ready() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert not is_ready(f"http://127.0.0.1:{port}")
+
+
+def test_a_port_that_is_taken_is_told_before_serve_starts() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(SettingsError, match=re.escape(address)):
+            check_port(f"http://{address}")
+    check_port(f"http://{address}")
