@@ -1,8 +1,9 @@
 """The WebSocket gateway: bytes between a socket and a `Session`, streams between a `Session` and the graph.
 
-Reader, writer and requests are separate tasks. The reader never waits for a
-send, so a healthy peer's frames are read, and its pings answered, whatever the
-model does; everything that leaves goes through one queue.
+Reader, writer and requests are separate tasks. The reader waits for no send,
+unless its peer floods us and takes no answer, so a healthy peer's frames are read,
+and its pings answered, whatever the model does; everything that leaves goes
+through one queue.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ MAX_UNSENT_REPLIES = 1024
 """Error and pong frames that may wait for a client that floods us and does not read."""
 PEER_GONE = (RuntimeError, OSError, WebSocketDisconnect)
 """What Starlette and uvicorn raise when the peer is gone in mid-handshake or mid-send."""
+UNREAD_TIMEOUT_S = 10.0
+"""Time that such a client has to begin to read; nothing more of it is read meanwhile."""
 CLOSE_TIMEOUT_S = 2.0
 """Time that a client has to take the last frames before its connection is dropped."""
 
@@ -192,6 +195,18 @@ class Connection:
                 return
             text = message.get("text")
             self._apply(self._session.receive(text if text is not None else message["bytes"]))
+            await self._give_way()
+
+    async def _give_way(self) -> None:
+        """Lets the writer and other connections run: what came already is received without a pause."""
+        await asyncio.sleep(0)
+        if self._outbox.qsize() < OUTBOX_FRAMES + MAX_UNSENT_REPLIES:
+            return
+        try:
+            async with asyncio.timeout(UNREAD_TIMEOUT_S):
+                await self._has_room.wait()
+        except TimeoutError:
+            self._shut(Close(4410, "replies are not read"))
 
     async def _write(self) -> None:
         while True:
@@ -283,8 +298,6 @@ class Connection:
         self._outbox.put_nowait(data)
         if self._outbox.qsize() >= OUTBOX_FRAMES:
             self._has_room.clear()
-        if self._outbox.qsize() >= OUTBOX_FRAMES + MAX_UNSENT_REPLIES:
-            self._shut(Close(4410, "replies are not read"))
 
     def _shut(self, close: Close) -> None:
         self._close = self._close or close

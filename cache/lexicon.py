@@ -42,7 +42,8 @@ SPELLING_CUES = _words(
     words pronounce pronunciation rhyme rhymes proofread typo typos verbatim repeat echo say
     exactly tokenize tokenise token tokens regex palindrome anagram acronym mean means meaning
     define definition synonym synonyms antonym antonyms etymology plural noun verb adjective
-    pronoun case english german spanish french chinese italian portuguese dutch japanese korean
+    pronoun vowel vowels consonant consonants digit digits numeral numerals written alphabetical
+    alphabetically reverse reversed backwards encode decode hash case english german spanish french chinese italian portuguese dutch japanese korean
     russian latin arabic"""
 )
 # Pairs of meanings that only a capital keeps apart, decided strictly even in careless writing.
@@ -50,7 +51,10 @@ CAPITAL_WORDS = _words(
     """us it who aids may march august polish turkey china apple python java rust go swift ruby
     windows office word excel access teams meta oracle shell target amazon mercury mars saturn
     earth reading nice bath mobile job rich bill mark will rose grace hope faith frank jack
-    get put post delete head patch and or not ram rom pet cat sim lan app api"""
+    get put post delete head patch and or not ram rom pet cat sim lan app api mac can er im ive basic
+    lisp scala perl julia flask spark react cobra jaguar puma dove slack zoom notion discord signal
+    stripe square chase dodge cancer
+    b c d e f g h j k l m n o p q r s t u v w x y z kb mb gb tb pb mw gw ma pa pm"""
 )
 
 # Changes
@@ -121,7 +125,8 @@ TENS_OF_NUMBERS = {
     "eighty": 80, "ninety": 90,
 }  # fmt: skip
 
-HESITATIONS = _words("um uh uhm erm")
+# Not "um", a micrometre, nor "erm", the exchange rate mechanism.
+HESITATIONS = _words("uh uhm")
 LEAD_INS = _phrases(
     """um
     uh

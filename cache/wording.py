@@ -40,6 +40,7 @@ _OPENER = re.compile(r"`+|[\"“«„「'‘]")
 _CLOSER_OF = {"“": "”", "«": "»", "„": "“", "「": "」", "‘": "’"}
 _WORD = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*'?")
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:[.,:/][0-9]+)*")
+_AMOUNTS = lexicon.UNITS_OF_NUMBERS.keys() | lexicon.TENS_OF_NUMBERS.keys()
 _THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
 
 
@@ -148,8 +149,8 @@ def _split_chunk(chunk: str) -> Iterator[Term]:
         yield _core(chunk)
         return
     if all(character in SENTENCE_MARKS for character in chunk):
-        # A mark on its own may be what the prompt is about, unless it only asks.
-        kind: Kind = "mark" if "?" in chunk and not chunk.strip("?!") else "identifier"
+        # A mark on its own may be what the prompt is about ("??"), unless it only asks.
+        kind: Kind = "mark" if chunk in ("?", "?!") else "identifier"
         yield Term(kind, chunk, chunk)
         return
     start, end = 0, len(chunk)
@@ -169,8 +170,13 @@ def _is_closing(chunk: str, start: int, end: int) -> bool:
     mark = chunk[end - 1]
     if mark in CLOSING:
         return OPENING[CLOSING.index(mark)] not in chunk[start:end]
-    # "5!" is a factorial.
-    return mark in SENTENCE_MARKS and not (mark == "!" and chunk[end - 2 : end - 1].isdigit())
+    is_factorial = mark == "!" and _is_amount(chunk[start:end].rstrip("!"))
+    return mark in SENTENCE_MARKS and not is_factorial
+
+
+def _is_amount(text: str) -> bool:
+    """Whether a "!" after it makes a factorial: "5!", "n!", "(n+1)!", "five!"."""
+    return len(text) == 1 or text[-1:].isdigit() or text[-1:] in CLOSING or text in _AMOUNTS
 
 
 def _core(chunk: str) -> Term:

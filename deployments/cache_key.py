@@ -6,6 +6,7 @@ equality counts; the last user turn alone is compared by similarity.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -30,9 +31,9 @@ def cache_key(
         "revision": model_revision,
         "embedder": embedder_revision,
         "epoch": epoch,
-        "tools": request.tools,
+        "tools": _as_written(request.tools),
         "tool_choice": request.tool_choice,
-        "response_format": request.response_format,
+        "response_format": _as_written(request.response_format),
         "sampling": sampling,
     }
     if request.messages is None:
@@ -40,10 +41,19 @@ def cache_key(
         return make_key(parts, "", max_tokens=max_tokens, allow_semantic=False)
     *earlier, last = request.messages
     if last.role == "user" and last.content is not None and last.name is None:
-        parts["earlier"] = msgspec.to_builtins(earlier)
+        parts["earlier"] = _as_written(earlier)
         return make_key(parts, last.content, max_tokens=max_tokens, allow_semantic=True)
-    parts["earlier"] = msgspec.to_builtins(request.messages)
+    parts["earlier"] = _as_written(request.messages)
     return make_key(parts, "", max_tokens=max_tokens, allow_semantic=False)
+
+
+def _as_written(value: Any) -> str:
+    """JSON with its keys in the client's order.
+
+    That order changes answers: a template prints tools and calls in it, and a schema's
+    properties are generated in it. A digest of the bare value would sort it away.
+    """
+    return json.dumps(msgspec.to_builtins(value))
 
 
 def is_cacheable(request: InferenceRequest) -> bool:

@@ -24,6 +24,8 @@ CachePolicy = Literal["auto", "bypass", "only", "refresh", "sampled"]
 `sampled` is `auto` for sampled replies too."""
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 1024
+"""Far below any vocabulary, so that `min_tokens` always leaves a token to pick."""
 MAX_LOGPROBS = 20
 MAX_TOKENS_LIMIT = 1_000_000
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
@@ -81,6 +83,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         if "" in self.stop:
             raise InvalidRequest("stop must not contain an empty string", param="stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids, "
+                f"the limit is {MAX_STOP_TOKEN_IDS}",
+                param="stop_token_ids",
+                limit=MAX_STOP_TOKEN_IDS,
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}",

@@ -481,6 +481,10 @@ class DeafPeer:
         self.types: list[str] = []
 
     @property
+    def num_left(self) -> int:
+        return len(self._messages)
+
+    @property
     def socket(self) -> WebSocket:
         scope = {"type": "websocket", "headers": [], "subprotocols": []}
         return WebSocket(scope, self._receive, self._send)
@@ -506,6 +510,7 @@ async def test_a_peer_that_takes_nothing_is_dropped_with_its_requests(
     flood: int, heartbeat_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway, "CLOSE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(gateway, "UNREAD_TIMEOUT_S", 0.02)
     graph = FakeGraph(stalls("never", "ends"))
     serving = gateway.Gateway(
         graph,
@@ -519,6 +524,34 @@ async def test_a_peer_that_takes_nothing_is_dropped_with_its_requests(
     assert peer.types[:2] == ["websocket.accept", "websocket.send"]
     assert serving.open_connections == 0
     assert graph.num_running == 0
+
+
+async def test_a_peer_that_floods_and_reads_is_answered_to_the_last() -> None:
+    """What comes in one burst must not fill the outbox before the writer has its turn."""
+    flood = 2 * (gateway.OUTBOX_FRAMES + gateway.MAX_UNSENT_REPLIES)
+    async with speaking() as (_, site), talking(site.infer_url) as talker:
+        for _ in range(flood):
+            await talker.send_raw("no JSON")
+        for _ in range(flood):
+            assert (await talker.until("ERROR"))["code"] == "invalid_frame"
+        assert await talker.answer("r1", "still here") == "still here"
+
+
+async def test_a_burst_of_one_peer_does_not_hold_up_the_others() -> None:
+    graph = FakeGraph(stalls("never", "ends"))
+    serving = gateway.Gateway(
+        graph, Accounts(AuthSettings()), limits=SessionLimits(), max_connections=1
+    )
+    peer = DeafPeer(*["no JSON"] * 500)
+    running = asyncio.create_task(serving.serve(peer.socket))
+    async with asyncio.timeout(PATIENCE_S):
+        turns = 0
+        while peer.num_left:
+            await asyncio.sleep(0)
+            turns += 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert turns >= 500
 
 
 async def test_a_fault_of_our_own_closes_the_socket_as_the_servers() -> None:

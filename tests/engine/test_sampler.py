@@ -163,6 +163,14 @@ def test_repetition_penalty_covers_prompt_and_answer() -> None:
     assert pick(logits, row(temperature=0.0, repetition_penalty=1.5, output=[5])) == [2]
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 2.0, "top_p": 0.9}])
+def test_the_smallest_penalty_still_picks_a_token_that_was_seen(params: dict[str, float]) -> None:
+    logits = random_logits(1)
+    best = int(logits.argmax())
+    seq = row(repetition_penalty=5e-324, output=[best], **params)
+    assert pick(logits, seq)[0] in {best, *seq.prompt_token_ids}
+
+
 def test_presence_and_frequency_penalties_cover_the_answer_only() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.0, 1.2, 0.0]])
     assert pick(logits, row(temperature=0.0, presence_penalty=2.0)) == [3]

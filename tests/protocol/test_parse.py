@@ -94,6 +94,7 @@ BAD_FIELDS = [
     ('"stop": "\\ud800"', "stop"),
     ('"stop_token_ids": [-1]', "stop_token_ids[0]"),
     ('"stop_token_ids": [5, 99999999999]', "stop_token_ids"),
+    (f'"stop_token_ids": {list(range(1025))}', "stop_token_ids"),
     ('"seed": 1180591620717411303424', "seed"),
     ('"seed": -1180591620717411303424', "seed"),
     (f'"seed": {"9" * 5000}', "seed"),

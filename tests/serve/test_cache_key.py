@@ -101,6 +101,21 @@ def test_everything_else_is_a_partition_of_its_own() -> None:
     assert len(set(partitions.values())) == len(partitions)
 
 
+def test_keys_in_another_order_ask_for_another_answer() -> None:
+    def asking(order: str) -> list[InferenceRequest]:
+        properties: dict[str, Any] = {name: {"type": "string"} for name in order}
+        schema = {"type": "object", "properties": properties}
+        call = {"type": "function", "function": {"name": "find", "arguments": properties}}
+        return [
+            changed(tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}]),
+            changed(response_format={"type": "json_schema", "json_schema": {"schema": schema}}),
+            changed(messages=(Message(role="assistant", tool_calls=[call]), TURN)),
+        ]
+
+    for one, other in zip(asking("ab"), asking("ba"), strict=True):
+        assert key_of(one).partition != key_of(other).partition
+
+
 def test_the_last_user_turn_alone_is_compared_by_meaning() -> None:
     key = key_of(REQUEST)
     assert key.allow_semantic
