@@ -208,13 +208,14 @@ class Graph:
         )
 
     def _begin_store(self, generation: _Generation, info: ModelInfo, terminal: Terminal) -> None:
-        """Starts to keep an answer that ended by itself, if it may be reused.
+        """Starts to keep an answer that ended by itself or at its limit, if it may be reused.
 
         No client waits for it, but whoever asks the same again at once does: they
         have seen the end of the first answer and may expect to hit it.
         """
         request = generation.request
-        if self._cache is None or terminal.finish_reason != "stop" or not is_cacheable(request):
+        is_whole = terminal.finish_reason in ("stop", "length")
+        if self._cache is None or not is_whole or not is_cacheable(request):
             return
         if generation.accepted.revision != info.revision:
             # In mid-rollout another model has answered than the one we were told of.
@@ -225,6 +226,7 @@ class Graph:
             model_revision=info.revision,
             completion_tokens=terminal.usage.completion_tokens,
             stored=wire.encode(stored),
+            is_truncated=terminal.finish_reason == "length",
         )
         question = _question(request)
         # Outside the request's context: Serve cancels every call made in it when its client

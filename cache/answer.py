@@ -9,9 +9,10 @@ from dataclasses import dataclass
 class StoredAnswer:
     """One finished answer, ready to be replayed.
 
-    `payload` is opaque and transport-neutral. Only answers that ended by
-    themselves are stored, so `completion_tokens` is the length of the whole
-    answer: a request with a lower limit must not get it.
+    `payload` is opaque and transport-neutral. `completion_tokens` is its length: a
+    request with a lower limit must not get it. `is_truncated` says that the token
+    limit cut it: only an equal request with the same limit may get it, since it
+    would be cut there too.
 
     Raises:
         ValueError: `completion_tokens` is negative.
@@ -20,6 +21,7 @@ class StoredAnswer:
     payload: bytes
     completion_tokens: int
     model_revision: str
+    is_truncated: bool = False
 
     def __post_init__(self) -> None:
         if self.completion_tokens < 0:

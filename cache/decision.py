@@ -28,8 +28,12 @@ def refusal(
         return "expired"
     if asked.max_tokens is not None and answer.completion_tokens > asked.max_tokens:
         return f"answer has {answer.completion_tokens} tokens, max_tokens is {asked.max_tokens}"
+    if answer.is_truncated and stored.max_tokens != asked.max_tokens:
+        return "answer was cut at another limit"
     if similarity is None:
         return None if stored.text == asked.text else "other text"
+    if answer.is_truncated:
+        return "answer was cut"
     if not (stored.allow_semantic and asked.allow_semantic):
         return "semantic matching is off"
     # Written so that NaN is refused.

@@ -13,7 +13,7 @@ import json
 import math
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 Json = str | int | float | bool | None | Mapping[str, "Json"] | Sequence["Json"]
@@ -77,6 +77,14 @@ def make_key(
         max_tokens=max_tokens,
         completion=completion,
     )
+
+
+def truncated_key(key: PromptKey) -> PromptKey:
+    """The key of an answer that the limit of `key` cut: its own place, never found by meaning.
+
+    So neither replaces the other: the whole answer, and one that was cut.
+    """
+    return replace(key, exact=_digest(f"{key.exact} cut {key.max_tokens}"), allow_semantic=False)
 
 
 def partition_digest(parts: Mapping[str, Json]) -> str:

@@ -18,7 +18,7 @@ from cache.answer import StoredAnswer
 from cache.decision import refusal
 from cache.expiry import ExpiryQueue
 from cache.index import Vector, VectorIndex
-from cache.key import PromptKey
+from cache.key import PromptKey, truncated_key
 from cache.lru_k import EvictionPolicy, LRUKCache
 
 logger = logging.getLogger(__name__)
@@ -143,9 +143,10 @@ class PromptCache:
     def lookup_exact(self, key: PromptKey) -> Hit | None:
         """The answer stored for this very question, or None."""
         now = self._expire()
-        entry = self._entries.get(key.exact)
-        if entry is not None and self._refusal(entry, key, now, None) is None:
-            return self._hit(entry, "exact", 1.0, now)
+        for exact in (key.exact, truncated_key(key).exact):
+            entry = self._entries.get(exact)
+            if entry is not None and self._refusal(entry, key, now, None) is None:
+                return self._hit(entry, "exact", 1.0, now)
         if not key.allow_semantic:
             self._counts["misses"] += 1
         return None
@@ -165,9 +166,12 @@ class PromptCache:
     def store(self, key: PromptKey, answer: StoredAnswer, embedding: Vector | None) -> bool:
         """Keeps `answer` for `key`, in place of an equal key's; False when it is too large.
 
-        Only answers that ended by themselves may be stored. Without a usable
-        `embedding` the entry is found exactly only; an unusable one counts as an error.
+        Only answers that ended by themselves, or at the limit (`is_truncated`), may be
+        stored. Without a usable `embedding`, or truncated, the entry is found exactly
+        only; an unusable one counts as an error.
         """
+        if answer.is_truncated:
+            key, embedding = truncated_key(key), None
         is_kept = self._put(key, answer, embedding, created=self._expire())
         self._counts["stores" if is_kept else "refused_stores"] += 1
         return is_kept

@@ -83,10 +83,12 @@ class CacheService:
             payload=call.stored,
             completion_tokens=call.completion_tokens,
             model_revision=call.model_revision,
+            is_truncated=call.is_truncated,
         )
         vector = self._recent.get(key.exact)
         self._cache.store(key, answer, vector)
-        if vector is None and self._embed is not None and key.allow_semantic:
+        is_findable = key.allow_semantic and not answer.is_truncated
+        if vector is None and self._embed is not None and is_findable:
             task = asyncio.create_task(self._embed_stored(key, answer))
             self._embedding.add(task)
             task.add_done_callback(self._embedding.discard)

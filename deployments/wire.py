@@ -64,6 +64,7 @@ class StoreCall(msgspec.Struct, frozen=True, kw_only=True):
     model_revision: str
     completion_tokens: int
     stored: bytes
+    is_truncated: bool = False
 
 
 class LookupCall(msgspec.Struct, frozen=True, kw_only=True):

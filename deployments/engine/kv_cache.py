@@ -7,9 +7,10 @@ token `p` of the sequence in slot `s` lives in row `s * max_model_len + p`, its 
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,7 +127,10 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks the kernel for zeroed pages, which cost nothing until they are written;
-    # torch would write every page now.
-    size = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+    # Pages that the kernel zeroes cost nothing until they are written; torch would write all of
+    # them now. Huge pages, which numpy asks for, would make one token of a slot cost 2 MiB in
+    # every layer.
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

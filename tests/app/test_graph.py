@@ -211,7 +211,6 @@ async def test_a_miss_is_generated_and_kept_after_its_natural_end() -> None:
 @pytest.mark.parametrize(
     "steps",
     [
-        [accepted(), said("He"), ended("length")],
         [accepted(), said("He"), ended("cancelled")],
         [accepted(), said("He"), ended("tool_calls")],
         [accepted(), said("He"), ended("error")],
@@ -219,12 +218,18 @@ async def test_a_miss_is_generated_and_kept_after_its_natural_end() -> None:
         [accepted(), said("He")],
         [accepted(revision="rev-2"), said("He"), ended("stop")],
     ],
-    ids=["length", "cancelled", "tool calls", "error", "death", "no terminal", "other revision"],
+    ids=["cancelled", "tool calls", "error", "death", "no terminal", "other revision"],
 )
 async def test_an_answer_that_did_not_end_by_itself_is_not_kept(steps: list[Step]) -> None:
     cache = FakeCache(MISSED)
     await answer(graph_over(FakeModel(steps), cache), ask())
     assert cache.stores == []
+
+
+async def test_an_answer_that_its_limit_cut_is_kept_as_such() -> None:
+    cache = FakeCache(MISSED)
+    await answer(graph_over(FakeModel([accepted(), said("He"), ended("length")]), cache), ask())
+    assert [stored.is_truncated for stored in cache.stores] == [True]
 
 
 async def test_an_answer_is_kept_though_the_replica_dies_after_its_last_record() -> None:

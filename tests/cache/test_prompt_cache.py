@@ -374,3 +374,27 @@ def test_any_series_of_calls_keeps_bounds_expiry_and_meaning(policy, series):
         assert set(cache._entries) == set(cache._policy)
         gone = stats.evictions + stats.expirations
         assert stats.entries <= stats.stores - gone
+
+
+def cut_answer(text="cut", tokens=8):
+    return StoredAnswer(text.encode(), tokens, "r1", is_truncated=True)
+
+
+def test_an_answer_that_was_cut_serves_only_the_same_limit(cache):
+    cache.store(key_of(FRANCE, max_tokens=8), cut_answer(), NEAR)
+    assert cache.lookup_exact(key_of(FRANCE, max_tokens=8)).answer == cut_answer()
+    for limit in (7, 9, 64, None):
+        assert cache.lookup_exact(key_of(FRANCE, max_tokens=limit)) is None
+
+
+def test_an_answer_that_was_cut_is_never_found_by_meaning(cache):
+    cache.store(key_of(FRANCE, max_tokens=8), cut_answer(), NEAR)
+    assert cache.lookup_semantic(key_of(REWORDED, max_tokens=8), NEAR) == Miss(None, "no candidate")
+
+
+def test_a_cut_answer_and_the_whole_one_keep_their_places(cache):
+    cache.store(key_of(FRANCE, max_tokens=64), answer_of("whole", 20), NEAR)
+    cache.store(key_of(FRANCE, max_tokens=8), cut_answer(), NEAR)
+    assert cache.lookup_exact(key_of(FRANCE, max_tokens=8)).answer.payload == b"cut"
+    assert cache.lookup_exact(key_of(FRANCE)).answer.payload == b"whole"
+    assert cache.lookup_semantic(key_of(REWORDED), NEAR).answer.payload == b"whole"

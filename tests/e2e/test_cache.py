@@ -31,6 +31,8 @@ async def test_the_opposite_instruction_is_never_answered_from_the_cache(
             assert answer.text in allowed
         if place == 0:
             assert answer.mark == "miss"
+            again = await asker.ws(questions[index], **SHORT)
+            assert (again.mark, again.text) == ("exact", answer.text)
         given[index] = answer.text
 
 
@@ -158,6 +160,8 @@ def test_a_reply_that_was_cut_is_not_given_to_one_who_asked_for_more(asker: Aske
     question = f"List the months of the year, one per line. {nonce()}"
     cut = asker.plain(question, max_tokens=5)
     assert (cut.finish_reason, cut.completion_tokens) == ("length", 5)
+    again = asker.plain(question, max_tokens=5)
+    assert (again.mark, again.text) == ("exact", cut.text)
     whole = asker.plain(question, max_tokens=200)
     assert whole.mark == "miss"
     assert whole.completion_tokens > 5
