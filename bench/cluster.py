@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -38,8 +39,16 @@ def free_port() -> int:
         return port
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster: the root of all its processes, and what they print."""
+
+    process: psutil.Process
+    log: Path
+
+
 @contextlib.contextmanager
-def serving(command: Sequence[str], url: str, first_ingress_port: int) -> Iterator[None]:
+def serving(command: Sequence[str], url: str, first_ingress_port: int) -> Iterator[Cluster]:
     """Runs `command`, which serves at `url`, for as long as the context lasts.
 
     Args:
@@ -65,7 +74,7 @@ def serving(command: Sequence[str], url: str, first_ingress_port: int) -> Iterat
             )
         try:
             _wait_until_ready(process, url, log)
-            yield
+            yield Cluster(psutil.Process(process.pid), log)
         finally:
             _stop(process)
     finally:
@@ -82,6 +91,7 @@ def _environment(folder: Path, first_ingress_port: int) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "haproxy" / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_ingress_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_ingress_port + 99),
         # Nobody is left to drain when a measurement is over.
