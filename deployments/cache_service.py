@@ -53,7 +53,6 @@ class CacheService:
         # Held by digest, because a prompt may be a megabyte long.
         self._recent: LRUCache[str, Vector] = LRUCache(maxsize=1024)
         self._embedding: set[asyncio.Task[None]] = set()
-        self.embed_errors_total = 0
 
     async def lookup(self, call: LookupCall) -> LookupReply:
         """The decision for one request: exact first, then by meaning."""
@@ -66,10 +65,10 @@ class CacheService:
         try:
             vector = await asyncio.wait_for(self._vector(key), self._embed_timeout_s)
         except TimeoutError:
-            self.embed_errors_total += 1
+            self._cache.count_error()
             return LookupReply(outcome=CacheOutcome(reason="embedding timed out"))
         except Exception:
-            self.embed_errors_total += 1
+            self._cache.count_error()
             logger.exception("embedding failed; the look-up is a miss")
             return LookupReply(outcome=CacheOutcome(reason="embedding failed"))
         if vector is None:
@@ -102,7 +101,7 @@ class CacheService:
         try:
             vector = await self._vector(key)
         except Exception:
-            self.embed_errors_total += 1
+            self._cache.count_error()
             logger.exception("embedding failed; the answer is stored for exact hits only")
             return
         if vector is not None:
@@ -110,7 +109,7 @@ class CacheService:
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes, as plain values."""
-        return dataclasses.asdict(self._cache.stats()) | {"embed_errors": self.embed_errors_total}
+        return dataclasses.asdict(self._cache.stats())
 
     def _key(self, call: LookupCall | StoreCall) -> PromptKey:
         return cache_key(

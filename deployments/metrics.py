@@ -59,7 +59,7 @@ class _Page(Collector):
         yield _gauge("cache_bytes", "Memory they take.", _sum(caches, "bytes"))
         yield _counter("cache_stores", "Answers stored.", _sum(caches, "stores"))
         yield _counter("cache_evictions", "Answers evicted.", _sum(caches, "evictions"))
-        errors = _sum(caches, "errors") + _sum(caches, "embed_errors")
+        errors = _sum(caches, "errors")
         yield _counter(
             "cache_errors", "Failed look-ups and stores.", errors + self._stats.cache_call_errors
         )

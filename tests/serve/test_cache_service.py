@@ -140,7 +140,7 @@ async def test_an_embedder_that_hangs_is_a_miss_in_time() -> None:
         reply = await asker.lookup()
     assert reply == LookupReply(outcome=reply.outcome)
     assert reply.outcome.reason == "embedding timed out"
-    assert asker.service.stats()["embed_errors"] == 1
+    assert asker.service.stats()["errors"] == 1
 
 
 async def test_an_embedder_that_fails_is_a_miss_and_exact_hits_go_on() -> None:
@@ -152,7 +152,7 @@ async def test_an_embedder_that_fails_is_a_miss_and_exact_hits_go_on() -> None:
     await asker.store()
     assert (await asker.lookup()).outcome.outcome == "exact"
     assert (await asker.lookup(REWORDED)).outcome.outcome == "miss"
-    assert asker.service.stats()["embed_errors"] == 3
+    assert asker.service.stats()["errors"] == 3
 
 
 async def test_an_embedder_that_recovers_gives_semantic_hits_again() -> None:

@@ -26,8 +26,8 @@ def engine(**stats: Any) -> dict[str, Any]:
     return dataclasses.asdict(EngineStats(**stats))
 
 
-def cache(embed_errors: int = 0, **stats: Any) -> dict[str, Any]:
-    return dataclasses.asdict(CacheStats(**stats)) | {"embed_errors": embed_errors}
+def cache(**stats: Any) -> dict[str, Any]:
+    return dataclasses.asdict(CacheStats(**stats))
 
 
 def test_replicas_are_added_up() -> None:
@@ -36,7 +36,7 @@ def test_replicas_are_added_up() -> None:
             engine(running=2, waiting=1, generated_tokens_total=10, finished_total={"stop": 3}),
             engine(running=1, refused_total=4, finished_total={"stop": 1, "cancelled": 2}),
         ],
-        caches=[cache(exact_hits=2, misses=3, errors=1, embed_errors=2, bytes=100)],
+        caches=[cache(exact_hits=2, misses=3, errors=3, bytes=100)],
         open_connections=5,
         cache_call_errors=4,
     )
