@@ -57,6 +57,11 @@ def build_web(graph: Graph, settings: Settings) -> FastAPI:
     async def page() -> Response:
         return FileResponse(PAGE, headers={"Cache-Control": "no-cache"})
 
+    _add_probes(web, graph, gateway)
+    return web
+
+
+def _add_probes(web: FastAPI, graph: Graph, gateway: Gateway) -> None:
     @web.get("/healthz")
     async def healthz() -> Response:
         """Alive: this process answers."""
@@ -82,5 +87,3 @@ def build_web(graph: Graph, settings: Settings) -> FastAPI:
         stats.open_connections = gateway.open_connections
         content, content_type = render_metrics(stats)
         return Response(content, media_type=content_type)
-
-    return web

@@ -229,26 +229,11 @@ class ErrorFrame(Frame, frozen=True, kw_only=True, tag="ERROR"):
 
     @classmethod
     def of(cls, id: str | None, error: ErrorInfo) -> Self:
-        return cls(
-            id=id,
-            code=error.code,
-            message=error.message,
-            param=error.param,
-            limit=error.limit,
-            retryable=error.retryable,
-            retry_after_s=error.retry_after_s,
-        )
+        return cls(id=id, **msgspec.structs.asdict(error))
 
     @property
     def info(self) -> ErrorInfo:
-        return ErrorInfo(
-            code=self.code,
-            message=self.message,
-            param=self.param,
-            limit=self.limit,
-            retryable=self.retryable,
-            retry_after_s=self.retry_after_s,
-        )
+        return ErrorInfo(**{name: getattr(self, name) for name in ErrorInfo.__struct_fields__})
 
 
 ClientFrame = InferReq | Cancel | Ping | Pong
