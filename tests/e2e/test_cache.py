@@ -38,10 +38,15 @@ async def test_the_opposite_instruction_is_never_answered_from_the_cache(
 
 async def test_a_repeat_is_an_exact_hit_on_every_transport(asker: Asker) -> None:
     question = f"Say hello to {nonce()} in one short sentence."
-    first = asker.plain(question)
+    fields = {"max_tokens": 200, "stop": [".", "!", " "]}
+    first = asker.plain(question, **fields)
     assert first.finish_reason == "stop"
     assert first.mark == "miss"
-    for again in (asker.plain(question), asker.sse(question), await asker.ws(question)):
+    for again in (
+        asker.plain(question, **fields),
+        asker.sse(question, **fields),
+        await asker.ws(question, **fields),
+    ):
         assert (again.text, again.mark) == (first.text, "exact")
         assert again.completion_tokens == first.completion_tokens
         assert again.finish_reason == "stop"
@@ -51,12 +56,10 @@ async def test_an_answer_stored_from_a_stream_is_served_whole(asker: Asker) -> N
     for _ in range(3):
         question = f"Say goodbye to {nonce()} in one short sentence."
         # The client closes its socket with the last frame: nobody is left to wait for the store.
-        first = await asker.ws(question, max_tokens=60, stop=["."])
+        fields = {"max_tokens": 60, "stop": [".", "!", " "]}
+        first = await asker.ws(question, **fields)
         assert first.finish_reason == "stop"
-        again = [
-            asker.sse(question, max_tokens=60, stop=["."]),
-            asker.plain(question, max_tokens=60, stop=["."]),
-        ]
+        again = [asker.sse(question, **fields), asker.plain(question, **fields)]
         assert [answer.text for answer in again] == [first.text, first.text]
         assert {answer.mark for answer in again} == {"exact"}
 
@@ -197,9 +200,10 @@ def test_only_answers_from_the_cache_or_not_at_all(asker: Asker) -> None:
         "/v1/chat/completions",
         messages=[{"role": "user", "content": question}],
         temperature=0,
+        max_tokens=60,
         cache="only",
     )
     assert refused.status_code == 404
     assert refused.json()["error"]["code"] == "cache_miss"
-    asker.plain(question)
-    assert asker.plain(question, cache="only").mark == "exact"
+    asker.plain(question, max_tokens=60)
+    assert asker.plain(question, max_tokens=60, cache="only").mark == "exact"
