@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve dev test lint format models clean
+.PHONY: help install serve dev test chaos lint format models clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -39,6 +39,10 @@ format: $(STAMP)  ## rewrite in the house format
 
 test: lint models  ## lint, then every test: units, a real Serve cluster, the real model, a browser
 	$(BIN)/pytest
+
+REPEATS ?= 10
+chaos: $(STAMP) models  ## kill and hang parts of a cluster, REPEATS=10 times each: about an hour
+	$(BIN)/pytest tests/chaos -m chaos --repeats $(REPEATS)
 
 clean:  ## remove what was installed and built here (prepared models stay)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,56 +1,58 @@
 """The graph as a `StreamOpener`: cache first, then the model, and back into the cache.
 
 Speaks to both deployments through two small ports, so that a test runs it
-without Serve. Any failure of the cache is a miss; a failure of the model ends
-the one stream with one error.
+without Serve. Any failure of the cache is a miss; the loss of a model replica is
+a pause (see `generation.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
+from app.breaker import Breaker, SwitchedOff
+from app.generation import FailoverLimits, Generation, SubmitPort
+from app.model_bus import BusPort, ModelBus, Nobody
+from app.resume import Named, ResumeTokens, resume_expired
 from app.serving import Stream
+from app.single_flight import SingleFlight, flight_key
 from deployments import wire
 from deployments.cache_key import cache_key, is_cacheable
-from deployments.metrics import GraphStats
+from deployments.metrics import GraphStats, IngressStats
+from deployments.replica_board import ReplicaBoard
 from deployments.wire import ModelInfo
 from protocol.errors import (
     CacheMiss,
-    ErrorInfo,
-    InternalError,
     ModelNotFound,
     Overloaded,
     ServingError,
 )
 from protocol.request import InferenceRequest
-from protocol.token_log import CacheOutcome, FinishReason, Terminal, Timing, TokenLog, Usage
+from protocol.token_log import CacheOutcome, Terminal, Timing, TokenLog
 
 logger = logging.getLogger(__name__)
 
 INFO_MAX_AGE_S = 10.0
 """A rollout may bring another model: after this time the replicas are asked again what they serve."""
-
-
+INFO_PATIENCE_S = 1.0
+NOWHERE_ELSE = ""
+"""Stands for the replica in the token of a stream that only this ingress can resume."""
 STORE_TIMEOUT_S = 5.0
 """No one waits longer than a look-up may take; this only bounds what a dead cache leaves behind."""
 
 
-class RecordStream(Protocol):
-    """Packed `StreamRecord`s of one generation, as a Serve response generator gives them."""
-
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
-
-    def cancel(self) -> None: ...
-
-
-class ModelPort(Protocol):
-    def generate(self, payload: bytes) -> RecordStream: ...
+class ModelPort(BusPort, SubmitPort, Protocol):
+    async def attach(self, name: str, ingress: str, replica: str) -> bytes:
+        """A packed `Attached`, or nothing when that replica has no such stream."""
+        ...
 
     async def info(self) -> bytes: ...
 
@@ -69,35 +71,73 @@ class CachePort(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class GraphLimits:
+    """Bounds on what the graph takes on and waits for.
+
+    Args:
+        lookup_timeout_s: for one whole look-up, its embedding included.
+        max_pending: unfinished requests of this ingress on the model.
+        watchdog_s: silence or standstill after which a model replica is given up.
+    """
+
+    lookup_timeout_s: float
+    max_pending: int
+    watchdog_s: float
+    failover: FailoverLimits
+
+
 class Graph:
     """Opens streams.
 
     Args:
         cache: None switches the cache off.
-        lookup_timeout_s: bound on one whole look-up, its embedding included.
-        accept_timeout_s: bound on the model's accepting a request.
+        board: of the model's replicas.
+        ingress: this ingress's name, unique among all that ever were.
     """
 
     def __init__(
         self,
         model: ModelPort,
         cache: CachePort | None,
+        board: ReplicaBoard,
         *,
-        lookup_timeout_s: float,
-        accept_timeout_s: float,
+        ingress: str,
+        limits: GraphLimits,
+        tokens: ResumeTokens,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
         self._cache = cache
-        self._lookup_timeout_s = lookup_timeout_s
-        self._accept_timeout_s = accept_timeout_s
+        self._board = board
+        self._limits = limits
+        self._tokens = tokens
         self._clock = clock
         self._info: ModelInfo | None = None
         self._info_at_s = 0.0
+        self._asking: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
+        # In HAProxy mode Serve cancels every call made in a request's context when its client
+        # leaves: whatever outlives one request runs in this one.
         self._own_context = contextvars.copy_context()
         self._storing: dict[str, asyncio.Task[None]] = {}
+        self._breaker = Breaker(clock=clock)
+        self._flights = SingleFlight(
+            context=self._own_context,
+            token_of=lambda shared, request: self._token_here(request),
+        )
+        self._bus = ModelBus(
+            model,
+            board,
+            ingress=ingress,
+            watchdog_s=limits.watchdog_s,
+            clock=clock,
+            spawn=self._spawn,
+        )
+        self._live: dict[str, Generation] = {}
         self.cache_errors_total = 0
+        self.failovers_total = 0
+        self.resumes_total = 0
 
     async def model_info(self) -> ModelInfo:
         """What the model replicas serve, as of a few seconds ago.
@@ -105,8 +145,13 @@ class Graph:
         Raises:
             ServingError: no model replica answers.
         """
-        if self._info is None or self._clock() - self._info_at_s >= INFO_MAX_AGE_S:
+        if self._info is None:
             return await self._ask_info()
+        if self._clock() - self._info_at_s >= INFO_MAX_AGE_S:
+            if self._asking is None:
+                self._asking = self._spawn(self._renew_info())
+            # One that hangs is not waited for: the others still serve what was told before.
+            await asyncio.wait((self._asking,), timeout=INFO_PATIENCE_S)
         return self._info
 
     async def check_ready(self) -> None:
@@ -118,11 +163,27 @@ class Graph:
         await self._ask_info()
 
     async def stats(self) -> GraphStats:
-        """What every replica tells of itself; one that does not answer is left out."""
+        """What models and caches tell of themselves; one that does not answer is left out."""
         return GraphStats(
             models=await _stats_of(self._model),
             caches=[] if self._cache is None else await _stats_of(self._cache),
+        )
+
+    def own_stats(self) -> IngressStats:
+        """What this ingress counts."""
+        board = self._board
+        return IngressStats(
+            ingress=self._bus.ingress,
             cache_call_errors=self.cache_errors_total,
+            coalesced_total=self._flights.coalesced_total,
+            failovers_total=self.failovers_total,
+            resumes_total=self.resumes_total,
+            breaker={} if self._cache is None else self._breaker.stats(),
+            routing={
+                "prefix": board.prefix_routed_total,
+                "overflow": board.overflow_total,
+                "other": board.routed_total - board.prefix_routed_total - board.overflow_total,
+            },
         )
 
     async def open_stream(self, request: InferenceRequest) -> Stream:
@@ -132,14 +193,81 @@ class Graph:
             raise ModelNotFound(
                 f"model {request.model[:200]!r} is not served here, {info.id!r} is", param="model"
             )
+        attempts = itertools.count()
+
+        async def answer() -> Stream:
+            own = request
+            if attempt := next(attempts):
+                # The one of this name was taken to another ingress, and goes on there.
+                name = f"{request.request_id}.{attempt}"
+                own = msgspec.structs.replace(request, request_id=name)
+            return await self._answer(own, info, started_s)
+
+        key = flight_key(request)
+        return await (answer() if key is None else self._flights.open(key, request, answer))
+
+    async def _answer(self, request: InferenceRequest, info: ModelInfo, started_s: float) -> Stream:
+        """From the cache, or else from the model."""
         outcome = CacheOutcome()
         if self._cache is not None and is_cacheable(request) and request.cache != "refresh":
             outcome, log = await self._look_up(self._cache, request, info, started_s)
             if log is not None:
-                return Stream(request=request, log=log, cache=outcome)
+                token = self._token_here(request)
+                return Stream(request=request, log=log, cache=outcome, token=token)
         if request.cache == "only":
             raise CacheMiss("no cached answer fits this request", param="cache")
         return await self._generate(request, info, outcome, started_s)
+
+    def _token_here(self, request: InferenceRequest) -> str:
+        """A token for a stream that no model replica knows by this name."""
+        return self._tokens.sign(request.request_id, NOWHERE_ELSE, request.tenant)
+
+    async def resume_stream(self, token: str, tenant: str) -> Stream:
+        named = self._tokens.open(token, tenant)
+        info = await self.model_info()
+        generation = self._live.get(named.stream)
+        if generation is None:
+            generation = await self._take_over(named, info)
+        return self._stream_of(generation, CacheOutcome(), token)
+
+    async def _take_over(self, named: Named, info: ModelInfo) -> Generation:
+        """Moves a stream from wherever it is to this ingress.
+
+        Raises:
+            ResumeExpired: no replica has it.
+        """
+        self._bus.expect(named.stream, Nobody())
+        try:
+            replica, attached = await self._attach(named)
+        except BaseException:
+            if named.stream not in self._live:
+                self._bus.forget(named.stream)
+            raise
+        live = self._live.get(named.stream)
+        if live is not None:
+            # Somebody else asked for it too, and was faster.
+            return live
+        started_s = self._clock() - attached.age_s
+        generation = self._new_generation(attached.submit.request, info, started_s)
+        generation.adopt(replica, attached)
+        self.resumes_total += 1
+        return generation
+
+    async def close(self) -> None:
+        """Ends the links to the model, and whatever goes on in the background."""
+        await self._bus.close()
+        tasks = list(self._background)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _renew_info(self) -> None:
+        try:
+            await self._ask_info()
+        except ServingError as error:
+            logger.warning("no model replica tells what it serves: %s", error.message)
+        finally:
+            self._asking = None
 
     async def _ask_info(self) -> ModelInfo:
         self._info = wire.decode_info(await self._answer_of(self._model.info()))
@@ -151,13 +279,18 @@ class Graph:
     ) -> tuple[CacheOutcome, TokenLog | None]:
         """What the cache decided and, on a hit, the whole answer; any failure is a miss."""
         call = wire.LookupCall(request=request, model_revision=info.revision)
-        try:
-            async with asyncio.timeout(self._lookup_timeout_s):
-                await self._stored(request)
-                reply = wire.decode_lookup_reply(await cache.lookup(wire.encode(call)))
+
+        async def ask() -> tuple[CacheOutcome, TokenLog | None]:
+            await self._stored(request)
+            reply = wire.decode_lookup_reply(await cache.lookup(wire.encode(call)))
             if reply.stored is None:
                 return reply.outcome, None
             return reply.outcome, self._replay(wire.decode_stored(reply.stored), started_s)
+
+        try:
+            outcome, log = await self._breaker.call(ask, self._limits.lookup_timeout_s)
+        except SwitchedOff:
+            return CacheOutcome(reason="cache is switched off for a moment"), None
         except TimeoutError:
             self.cache_errors_total += 1
             return CacheOutcome(reason="cache timed out"), None
@@ -165,6 +298,7 @@ class Graph:
             self.cache_errors_total += 1
             logger.warning("cache look-up failed, taken as a miss: %s", type(error).__name__)
             return CacheOutcome(reason="cache failed"), None
+        return outcome, log
 
     def _replay(self, stored: wire.StoredStream, started_s: float) -> TokenLog:
         """The answer as it was, with its own usage, in the time that it took now."""
@@ -178,36 +312,84 @@ class Graph:
         )
         return log
 
+    async def _attach(self, named: Named) -> tuple[str, wire.Attached]:
+        """Has its replica move a stream to our bus.
+
+        Raises:
+            ResumeExpired: no replica has it.
+        """
+        # After a failover it is not where the token says.
+        replicas = [named.replica, *(self._board.replicas - {named.replica})]
+        replicas.sort(key=self._board.is_suspect)
+        for replica in replicas if named.replica else ():
+            try:
+                async with asyncio.timeout(self._limits.failover.submit_timeout_s):
+                    raw = await self._model.attach(named.stream, self._bus.ingress, replica)
+            except Exception as error:
+                logger.info("stream %s is not at %s: %r", named.stream, replica, error)
+                continue
+            if raw:
+                return replica, wire.decode_attached(raw)
+        raise resume_expired()
+
     async def _generate(
         self, request: InferenceRequest, info: ModelInfo, outcome: CacheOutcome, started_s: float
     ) -> Stream:
-        records = self._model.generate(wire.encode(request))
-        arrivals = aiter(records)
+        if len(self._live) >= self._limits.max_pending:
+            limit = self._limits.max_pending
+            raise Overloaded(
+                f"{limit} requests are running or waiting, the limit", limit=limit, retry_after_s=1
+            )
+        generation = self._new_generation(request, info, started_s)
         try:
-            accepted = _acceptance(await self._answer_of(anext(arrivals)))
+            await generation.start()
         except BaseException:
-            records.cancel()
+            self._live.pop(generation.name, None)
             raise
-        generation = _Generation(request, records, arrivals, accepted, self._clock, started_s)
-        generation.before_end = lambda terminal: self._begin_store(generation, info, terminal)
-        pump = asyncio.create_task(generation.run())
-        self._background.add(pump)
-        pump.add_done_callback(self._background.discard)
+        token = self._tokens.sign(request.request_id, generation.replica, request.tenant)
+        return self._stream_of(generation, outcome, token)
 
-        def cancel() -> None:
-            if generation.end("cancelled"):
-                records.cancel()
-                pump.cancel()
+    def _new_generation(
+        self, request: InferenceRequest, info: ModelInfo, started_s: float
+    ) -> Generation:
+        def before_end(ended: Generation, terminal: Terminal) -> None:
+            self._live.pop(ended.name, None)
+            self.failovers_total += ended.failovers
+            self._begin_store(ended, info, terminal)
 
+        generation = self._live[request.request_id] = Generation(
+            request,
+            self._bus,
+            self._model,
+            self._limits.failover,
+            clock=self._clock,
+            spawn=self._spawn,
+            started_s=started_s,
+            replicas=lambda: self._board.replicas,
+            before_end=before_end,
+        )
+        return generation
+
+    def _stream_of(self, generation: Generation, outcome: CacheOutcome, token: str) -> Stream:
+        accepted = generation.accepted
         return Stream(
-            request=request,
+            request=generation.request,
             log=generation.log,
             cache=outcome,
-            queue_position=accepted.queue_position,
-            cancel=cancel,
+            queue_position=None if accepted is None else accepted.queue_position,
+            prompt_tokens=0 if accepted is None else accepted.prompt_tokens,
+            cancel=generation.cancel,
+            token=token,
         )
 
-    def _begin_store(self, generation: _Generation, info: ModelInfo, terminal: Terminal) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a task that no request owns."""
+        task = asyncio.create_task(work, context=self._own_context)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    def _begin_store(self, generation: Generation, info: ModelInfo, terminal: Terminal) -> None:
         """Starts to keep an answer that ended by itself or at its limit, if it may be reused.
 
         No client waits for it, but whoever asks the same again at once does: they
@@ -217,7 +399,9 @@ class Graph:
         is_whole = terminal.finish_reason in ("stop", "length")
         if self._cache is None or not is_whole or not is_cacheable(request):
             return
-        if generation.accepted.revision != info.revision:
+        if self._breaker.state != "closed":
+            return
+        if generation.accepted is None or generation.accepted.revision != info.revision:
             # In mid-rollout another model has answered than the one we were told of.
             return
         stored = wire.StoredStream(deltas=generation.log.deltas, terminal=terminal)
@@ -229,17 +413,11 @@ class Graph:
             is_truncated=terminal.finish_reason == "length",
         )
         question = _question(request)
-        # Outside the request's context: Serve cancels every call made in it when its client
-        # leaves, and one who has the whole answer leaves at once.
-        task = asyncio.create_task(
-            self._store(self._cache, wire.encode(call)), context=self._own_context
-        )
+        task = self._spawn(self._store(self._cache, wire.encode(call)))
         self._storing[question] = task
-        # An equal question's store may take this one's place there, and it must still finish.
-        self._background.add(task)
 
         def forget(done: asyncio.Task[None]) -> None:
-            self._background.discard(done)
+            # An equal question's store may have taken this one's place.
             if self._storing.get(question) is done:
                 del self._storing[question]
 
@@ -256,6 +434,7 @@ class Graph:
                 await cache.store(payload)
         except Exception as error:
             self.cache_errors_total += 1
+            self._breaker.failed()
             logger.warning("cache store failed: %s", type(error).__name__)
 
     async def _answer_of(self, call: Awaitable[bytes]) -> bytes:
@@ -265,11 +444,12 @@ class Graph:
             ServingError: `overloaded` when no replica answers in time or at all.
         """
         try:
-            async with asyncio.timeout(self._accept_timeout_s):
+            async with asyncio.timeout(self._limits.failover.accept_timeout_s):
                 return await call
         except TimeoutError:
             raise Overloaded(
-                f"no model replica answered within {self._accept_timeout_s:g} s", retry_after_s=1
+                f"no model replica answered within {self._limits.failover.accept_timeout_s:g} s",
+                retry_after_s=1,
             ) from None
         except ServingError:
             raise
@@ -278,86 +458,9 @@ class Graph:
             raise Overloaded("no model replica is ready", retry_after_s=1) from error
 
 
-@dataclass
-class _Generation:
-    """One accepted request on its way from the model's records into its log."""
-
-    request: InferenceRequest
-    records: RecordStream
-    arrivals: AsyncIterator[bytes]
-    accepted: wire.Accepted
-    clock: Callable[[], float]
-    started_s: float
-    before_end: Callable[[Terminal], None] = lambda terminal: None
-    log: TokenLog = field(default_factory=TokenLog)
-    first_delta_s: float | None = None
-
-    async def run(self) -> None:
-        """Moves records into the log until the one terminal; a broken hop ends it with an error."""
-        try:
-            async for raw in self.arrivals:
-                self._take(wire.decode_record(raw))
-            if self.log.terminal is None:
-                raise InternalError("the model ended without a last record")
-        except Exception as error:
-            # After our own cancel, or after the last record, a broken hop changes nothing.
-            if self.end("error", InternalError("the model replica failed; try again").info):
-                logger.warning("request %s lost its model: %r", self.request.request_id, error)
-        finally:
-            self.end("cancelled")
-            self.records.cancel()
-
-    def end(self, reason: FinishReason, error: ErrorInfo | None = None) -> bool:
-        """Ends the log from our side, with the figures known here; False if it had ended."""
-        now_s = self.clock()
-        first_s = now_s if self.first_delta_s is None else self.first_delta_s
-        return self.log.finish(
-            Terminal(
-                finish_reason=reason,
-                usage=Usage(
-                    prompt_tokens=self.accepted.prompt_tokens,
-                    completion_tokens=self.log.next_seq,
-                ),
-                timing=Timing(
-                    ttft_ms=(first_s - self.started_s) * 1000,
-                    total_ms=(now_s - self.started_s) * 1000,
-                ),
-                error=error,
-            )
-        )
-
-    def _take(self, record: wire.StreamRecord) -> None:
-        if self.log.terminal is not None:
-            return
-        if record.deltas:
-            if self.first_delta_s is None:
-                self.first_delta_s = self.clock()
-            self.log.append(*record.deltas)
-        if record.terminal is not None:
-            self.before_end(record.terminal)
-            self.log.finish(record.terminal)
-
-
 def _question(request: InferenceRequest) -> str:
     """Equal for requests that the cache takes for equal."""
     return cache_key(request, model_revision="", embedder_revision="", epoch=0).exact
-
-
-def _acceptance(raw: bytes) -> wire.Accepted:
-    """The first record of a generation.
-
-    Raises:
-        ServingError: the model refused the request, or does not speak as we do.
-    """
-    try:
-        first = wire.decode_record(raw)
-    except ValueError as error:
-        raise InternalError("the model did not answer in a known form") from error
-    if first.refused is not None:
-        raise ServingError.from_info(first.refused)
-    if first.accepted is None:
-        raise InternalError("the model did not accept the request")
-    return first.accepted
 
 
 async def _stats_of(port: ModelPort | CachePort) -> list[dict[str, Any]]:

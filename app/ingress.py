@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import logging
+import uuid
+from collections.abc import Callable
 from typing import Any, cast
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.exceptions import RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.graph import Graph, RecordStream
+from app.generation import FailoverLimits
+from app.graph import Graph, GraphLimits
+from app.model_bus import MessageStream
+from app.resume import ResumeTokens
 from app.settings import Settings
-from app.web import build_web
+from app.web import Web
+from deployments.membership import watch_replicas
+from deployments.replica_board import MODEL, ReplicaBoard, board_of
+from deployments.wire import Route
+from deployments.work_meter import WorkMeter
 
 MAX_ONGOING_REQUESTS = 100_000
 """Far above our own caps: past Serve's limit a handshake hangs and a probe is refused."""
 STATS_TIMEOUT_S = 2.0
+INGRESS = "Ingress"
+"""Name of the deployment."""
+NOTICE_S = 1.0
+"""HAProxy is told at the same time as we are: until it knows, new sockets may still come."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class WithoutRequestId:
@@ -37,14 +56,29 @@ class WithoutRequestId:
 
 
 class ModelHandle:
-    """`graph.ModelPort` over a Serve handle."""
+    """`graph.ModelPort` over a Serve handle; `route` is for our request router."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle.options(_by_reference=False)
         self._streams = handle.options(stream=True, _by_reference=False)
 
-    def generate(self, payload: bytes) -> RecordStream:
-        return cast(RecordStream, self._streams.generate.remote(payload))
+    async def submit(self, payload: bytes, route: Route) -> bytes:
+        return cast(bytes, await self._handle.submit.remote(payload, route=route))
+
+    def bus(self, ingress: str, positions: dict[str, int], replica: str) -> MessageStream:
+        route = Route(replica=replica)
+        messages = self._streams.bus.remote(ingress, positions, route=route)
+        return cast(MessageStream, messages)
+
+    async def cancel(self, names: tuple[str, ...], replica: str) -> None:
+        await self._handle.cancel.remote(names, route=Route(replica=replica))
+
+    async def attach(self, name: str, ingress: str, replica: str) -> bytes:
+        route = Route(replica=replica)
+        return cast(bytes, await self._handle.attach.remote(name, ingress, route=route))
+
+    async def renew(self, ingress: str, replica: str) -> None:
+        await self._handle.renew.remote(ingress, route=Route(replica=replica))
 
     async def info(self) -> bytes:
         return cast(bytes, await self._handle.info.remote())
@@ -60,7 +94,11 @@ class CacheHandle:
         self._handle = handle.options(_by_reference=False)
 
     async def lookup(self, payload: bytes) -> bytes:
-        return cast(bytes, await self._handle.lookup.remote(payload))
+        try:
+            return cast(bytes, await self._handle.lookup.remote(payload))
+        except RequestCancelledError:
+            # The client has left: that tells nothing of the cache.
+            raise asyncio.CancelledError from None
 
     async def store(self, payload: bytes) -> None:
         await self._handle.store.remote(payload)
@@ -77,23 +115,98 @@ class IngressReplica:
     """One ingress process."""
 
     def __init__(
-        self, settings: Settings, model: DeploymentHandle, cache: DeploymentHandle | None
+        self,
+        settings: Settings,
+        model: DeploymentHandle,
+        cache: DeploymentHandle | None,
+        resume_key: bytes,
     ) -> None:
         logging.getLogger().setLevel(settings.log_level)
         self._settings = settings
+        context = serve.get_replica_context()
+        replica = context.replica_id.unique_id
+        self._name, self._app_name = replica, context.app_name
         self._graph = Graph(
             ModelHandle(model),
             None if cache is None else CacheHandle(cache),
-            lookup_timeout_s=settings.cache.embed_timeout_s + settings.cache.lookup_timeout_s,
-            accept_timeout_s=settings.limits.accept_timeout_s,
+            board_of(MODEL),
+            # A replica that is started again keeps nothing of what its name followed before.
+            ingress=f"{replica}-{uuid.uuid4().hex[:8]}",
+            limits=_graph_limits(settings),
+            tokens=ResumeTokens(resume_key),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        web = build_web(self._graph, self._settings)
-        web.add_middleware(WithoutRequestId)
-        return web
+        self._meter = WorkMeter()
+        self._web = Web(self._graph, self._settings, self._peer_stats)
+        self._web.app.add_middleware(WithoutRequestId)
+        self._watch = asyncio.get_running_loop().create_task(self._watch_for_the_end())
+        return self._web.app
+
+    async def stats(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._web.stats())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Serve where the replica count moves: live requests, and no idle socket."""
+        live = self._web.stats().requests["live"]
+        return self._meter.stats(tokens=0, running=live, waiting=0)
+
+    async def _peer_stats(self) -> list[dict[str, Any]]:
+        try:
+            peers = serve.get_deployment_handle(INGRESS, self._app_name)
+            return await _every_replica(peers.options(_by_reference=False), "stats")
+        except Exception as error:
+            logger.warning("stats of other ingresses are missing: %r", error)
+            return []
+
+    async def _watch_for_the_end(self) -> None:
+        """Drains once Serve has taken this replica out of the set that gets new requests.
+
+        Serve tells a replica itself only when it waits for its requests to end already.
+        """
+        board = watch_replicas(INGRESS, self._app_name, self._name)
+        # Not before it has been in it: a replica is built before it joins.
+        await _until(board, lambda: self._name in board.replicas)
+        await _until(board, lambda: self._name not in board.replicas)
+        logger.info("ingress %s leaves: its clients are told", self._name)
+        await asyncio.sleep(NOTICE_S)
+        await self._web.drain(self._settings.limits.drain_timeout_s)
 
 
 IngressDeployment = serve.deployment(
-    name="Ingress", max_ongoing_requests=MAX_ONGOING_REQUESTS, health_check_period_s=5
+    name=INGRESS,
+    max_ongoing_requests=MAX_ONGOING_REQUESTS,
+    health_check_period_s=5,
 )(serve.ingress()(IngressReplica))
+
+
+async def _until(board: ReplicaBoard, holds: Callable[[], bool]) -> None:
+    """Waits for a change of the board that makes `holds()` true."""
+    changed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def notice() -> None:
+        loop.call_soon_threadsafe(changed.set)
+
+    unsubscribe = board.subscribe(notice)
+    try:
+        while not holds():
+            await changed.wait()
+            changed.clear()
+    finally:
+        unsubscribe()
+
+
+def _graph_limits(settings: Settings) -> GraphLimits:
+    cache, limits = settings.cache, settings.limits
+    return GraphLimits(
+        lookup_timeout_s=cache.embed_timeout_s + cache.lookup_timeout_s,
+        max_pending=limits.max_pending_requests,
+        watchdog_s=limits.watchdog_s,
+        failover=FailoverLimits(
+            accept_timeout_s=limits.accept_timeout_s,
+            submit_timeout_s=limits.watchdog_s,
+            failover_timeout_s=limits.failover_timeout_s,
+            max_failovers=limits.max_failovers,
+        ),
+    )

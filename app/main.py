@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from app.ingress import IngressDeployment
+from app.model_bus import RENEW_S
 from app.settings import ModelSettings, Settings, SettingsError, parse_settings
 from cache.prompt_cache import CacheConfig
+from deployments.autoscaling import AlertSettings, autoscaling_config
 from deployments.engine.build import EngineSpec
 from deployments.engine.config import EngineConfig
 from deployments.engine.weights import ModelFolder, resolve
 from deployments.model import ModelDeployment, ModelSpec
+from deployments.model_service import BusLeases
 from deployments.prompt_cache import CacheSpec, PromptCacheDeployment
+from deployments.scaling import ScalingRules, SurgeRule
 from deployments.wire import ModelInfo
 
 MOCK_MODEL = "seedance-mock"
-SMALL_CPUS = 0.1
-"""Ingress and cache mostly wait; a laptop's two cores are for the model."""
+SMALL_CPUS = 0.0
+"""Ingress and cache mostly wait; a laptop's cores are for the model, of which a rollout needs two."""
+SURGE_PERCENT = 100
+"""In a rollout the new replica of a deployment is ready before the old one goes."""
+RENEWALS_MISSED = 4
+"""After so many a model replica takes an ingress for dead."""
+RESUME_KEY_BYTES = 32
+DRAIN_MARGIN_S = 10.0
+"""Serve kills a replica that drains for longer: ours ends its streams before."""
 
 
 def app(args: dict[str, Any]) -> Application:
@@ -32,8 +48,11 @@ def app(args: dict[str, Any]) -> Application:
     model = _model(settings)
     prompt_cache = _prompt_cache(settings) if settings.cache.enabled else None
     return IngressDeployment.options(
-        num_replicas=settings.ingress.num_replicas, ray_actor_options={"num_cpus": SMALL_CPUS}
-    ).bind(settings, model, prompt_cache)
+        **_ingress_count(settings),
+        ray_actor_options={"num_cpus": SMALL_CPUS},
+        graceful_shutdown_timeout_s=settings.limits.drain_timeout_s + DRAIN_MARGIN_S,
+        max_surge_percent=SURGE_PERCENT,
+    ).bind(settings, model, prompt_cache, _resume_key(settings.home))
 
 
 def dev(args: dict[str, Any]) -> Application:
@@ -50,6 +69,7 @@ def _model(settings: Settings) -> Application:
             max_num_seqs=model.max_num_seqs,
             max_num_batched_tokens=model.max_num_batched_tokens,
             max_waiting=model.max_waiting,
+            max_waiting_tokens=model.max_waiting_tokens,
             max_model_len=min(model.max_model_len or context_length, context_length),
             device=model.device,
             dtype=model.dtype,
@@ -70,12 +90,97 @@ def _model(settings: Settings) -> Application:
             folder=None if folder is None else folder.path,
             mock_token_interval_s=model.mock_token_interval_s,
         ),
+        leases=BusLeases(
+            orphan_s=settings.limits.orphan_lease_s,
+            keep_s=settings.limits.resume_window_s,
+            renew_s=RENEWALS_MISSED * RENEW_S,
+        ),
         log_level=settings.log_level,
     )
     return ModelDeployment.options(
-        num_replicas=model.num_replicas,
+        **_model_count(settings),
         ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": _num_gpus(model)},
+        request_router_config=_router(settings),
+        graceful_shutdown_timeout_s=settings.limits.drain_timeout_s + DRAIN_MARGIN_S,
+        max_surge_percent=SURGE_PERCENT,
     ).bind(spec)
+
+
+def _model_count(settings: Settings) -> dict[str, Any]:
+    """A fixed number of model replicas, or the bounds and rules of a moving one."""
+    scaling = settings.autoscaling
+    if not scaling.enabled:
+        return {"num_replicas": settings.model.num_replicas}
+    surge = SurgeRule(
+        ttft_p95_ms=scaling.surge_ttft_p95_ms,
+        cpu_percent=scaling.surge_cpu_percent,
+        waiting=scaling.surge_waiting,
+        add_replicas=scaling.surge_replicas,
+    )
+    rules = ScalingRules(
+        target_tokens_per_replica=scaling.target_tokens_per_replica,
+        upscale_cooldown_s=scaling.upscale_cooldown_s,
+        downscale_cooldown_s=scaling.downscale_cooldown_s,
+        max_step_up=scaling.max_step_up,
+        surge=surge if scaling.surge_replicas else None,
+    )
+    alert = None
+    if scaling.alert_url is not None:
+        alert = AlertSettings(url=scaling.alert_url, interval_s=scaling.alert_interval_s)
+    return {
+        "autoscaling_config": autoscaling_config(
+            min_replicas=scaling.min_replicas,
+            max_replicas=scaling.max_replicas,
+            target_requests_per_replica=(
+                scaling.target_requests_per_replica or settings.model.max_num_seqs
+            ),
+            rules=rules,
+            alert=alert,
+        )
+    }
+
+
+def _ingress_count(settings: Settings) -> dict[str, Any]:
+    ingress = settings.ingress
+    if ingress.max_replicas is None:
+        return {"num_replicas": ingress.num_replicas}
+    return {
+        "autoscaling_config": autoscaling_config(
+            min_replicas=ingress.num_replicas,
+            max_replicas=ingress.max_replicas,
+            target_requests_per_replica=ingress.target_generations,
+            rules=ScalingRules(
+                upscale_cooldown_s=settings.autoscaling.upscale_cooldown_s,
+                downscale_cooldown_s=settings.autoscaling.downscale_cooldown_s,
+            ),
+        )
+    }
+
+
+def _router(settings: Settings) -> RequestRouterConfig:
+    """Pinned calls need our router, whatever its policy."""
+    routing = settings.routing
+    return RequestRouterConfig(
+        request_router_class="deployments.routing:PrefixRouter",
+        request_router_kwargs={
+            "margin_tokens": routing.margin_tokens,
+            "by_prefix": routing.policy == "prefix",
+        },
+    )
+
+
+def _resume_key(home: Path) -> bytes:
+    """The secret behind resume tokens, made once: they must outlive a rollout."""
+    home.expanduser().mkdir(parents=True, exist_ok=True)
+    file = home.expanduser() / "resume.key"
+    with contextlib.suppress(FileExistsError):
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(opened, "wb") as new:
+            new.write(secrets.token_bytes(RESUME_KEY_BYTES))
+    key = file.read_bytes()
+    if len(key) != RESUME_KEY_BYTES:
+        raise SettingsError(f"{file} has {len(key)} bytes, not {RESUME_KEY_BYTES}: remove it")
+    return key
 
 
 def _prompt_cache(settings: Settings) -> Application:

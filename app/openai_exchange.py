@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app.openai_errors import error_reply, report_incident
 from app.openai_replies import Writer, cache_header, total_usage
 from app.openai_requests import Plan
+from app.outcomes import RequestRecord
 from app.serving import Stream, StreamOpener
 from protocol.errors import InternalError, Overloaded, ServingError
 from protocol.token_log import Cursor, TokenLog
@@ -43,6 +44,8 @@ class Exchange(Response):
         name: the `x-request-id`.
         heartbeat_s: longest silence on an event stream. It is also how long the status
             waits for a first token, so that an early failure still gets its own.
+        live: holds the exchange for as long as it runs.
+        record: counts it.
     """
 
     def __init__(
@@ -53,9 +56,13 @@ class Exchange(Response):
         *,
         name: str,
         heartbeat_s: float,
+        live: set[Exchange],
+        record: RequestRecord,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
+        self._live = live
+        self._record = record
         self._opener = opener
         self._plan = plan
         self._writer = writer
@@ -73,6 +80,7 @@ class Exchange(Response):
         """
         started_s = self._clock()
         end = "cancelled"
+        self._live.add(self)
         answer = asyncio.create_task(self._answer(_guarded(send)))
         departure = asyncio.create_task(_departure(receive))
         try:
@@ -83,26 +91,36 @@ class Exchange(Response):
             pass
         except ServingError as error:
             end = error.code
+            self._record.failed(error)
             raise
         except Exception as exc:
             end = "internal"
-            raise report_incident(exc) from exc
+            incident = report_incident(exc)
+            self._record.failed(incident)
+            raise incident from exc
         finally:
             # First what cannot be interrupted: this task may be cancelled at its next await.
+            self._live.discard(self)
             self._is_over = True
-            for stream in self._slots:
-                if stream is not None:
-                    _cancel(stream)
+            self._record.ended(has_left=end == "cancelled", n=self._plan.n)
+            self.cut()
             answer.cancel()
             departure.cancel()
             self._log_end(end, self._clock() - started_s)
             await asyncio.gather(answer, departure, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Stops the computation: a client that still listens is told to try again."""
+        for stream in self._slots:
+            if stream is not None:
+                _cancel(stream)
 
     async def _answer(self, send: Send) -> str:
         await _all_of(self._open(index) for index in range(len(self._slots)))
         streams = [stream for stream in self._slots if stream is not None]
         if len(streams) < len(self._slots):
             raise Overloaded("the request was dropped before it started", retry_after_s=1)
+        self._record.opened(streams)
         if self._plan.is_stream:
             return await self._send_events(streams, send)
         await self._send_whole(streams, send)
@@ -176,6 +194,7 @@ class Exchange(Response):
         except Exception as exc:
             # The status is out, so the body has to tell; text that came before it stays.
             error = exc if isinstance(exc, ServingError) else report_incident(exc)
+            self._record.failed(error)
             events.append(msgspec.json.encode(error_reply(error)))
             await _send_part(send, _event_lines(events))
             return error.code

@@ -29,6 +29,7 @@ from app.openai_types import (
     ModelList,
     inline_schema,
 )
+from app.outcomes import RequestOutcomes, RequestRecord
 from app.serving import ModelInfo, StreamOpener
 from protocol.errors import InputTooLarge, InvalidRequest, ModelNotFound
 from protocol.parse import decode_struct
@@ -47,6 +48,8 @@ def build_router(
     *,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     heartbeat_s: float = 15.0,
+    exchanges: set[Exchange] | None = None,
+    outcomes: RequestOutcomes | None = None,
     clock: Callable[[], float] = time.time,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
 ) -> APIRouter:
@@ -56,12 +59,16 @@ def build_router(
         opener: the graph, or what gives it once it is there.
         tenant_of: tells who asks; raises `Unauthorized`.
         heartbeat_s: longest silence on an event stream.
+        exchanges: holds those that run now.
+        outcomes: counts them.
     """
     api = OpenAIApi(
         opener if callable(opener) else lambda: opener,
         tenant_of,
         max_body_bytes=max_body_bytes,
         heartbeat_s=heartbeat_s,
+        exchanges=set() if exchanges is None else exchanges,
+        outcomes=outcomes or RequestOutcomes(),
         clock=clock,
         new_id=new_id,
     )
@@ -91,6 +98,8 @@ class OpenAIApi:
         *,
         max_body_bytes: int,
         heartbeat_s: float,
+        exchanges: set[Exchange],
+        outcomes: RequestOutcomes,
         clock: Callable[[], float],
         new_id: Callable[[], str],
     ) -> None:
@@ -98,22 +107,28 @@ class OpenAIApi:
         self._tenant_of = tenant_of
         self._max_body_bytes = max_body_bytes
         self._heartbeat_s = heartbeat_s
+        self._exchanges = exchanges
+        self._outcomes = outcomes
         self._clock = clock
         self._new_id = new_id
 
     async def create_chat_completion(self, request: Request) -> Response:
         """Answers a chat, whole or as server-sent events."""
-        body, caller, info = await self._receive(request, ChatBody, "chatcmpl")
-        plan = plan_chat(body, caller)
-        writer = ChatWriter(self._heading(caller, info), include_usage=plan.include_usage)
-        return self._exchange(request, plan, writer)
+        record = self._outcomes.begin()
+        with record.preparing():
+            body, caller, info = await self._receive(request, ChatBody, "chatcmpl")
+            plan = plan_chat(body, caller)
+            writer = ChatWriter(self._heading(caller, info), include_usage=plan.include_usage)
+        return self._exchange(request, plan, writer, record)
 
     async def create_completion(self, request: Request) -> Response:
         """Continues one or several prompts, whole or as server-sent events."""
-        body, caller, info = await self._receive(request, CompletionBody, "cmpl")
-        plan = plan_completion(body, caller)
-        writer = CompletionWriter(self._heading(caller, info), include_usage=plan.include_usage)
-        return self._exchange(request, plan, writer)
+        record = self._outcomes.begin()
+        with record.preparing():
+            body, caller, info = await self._receive(request, CompletionBody, "cmpl")
+            plan = plan_completion(body, caller)
+            writer = CompletionWriter(self._heading(caller, info), include_usage=plan.include_usage)
+        return self._exchange(request, plan, writer, record)
 
     async def list_models(self, request: Request) -> Response:
         """Lists the one model that is served."""
@@ -155,7 +170,11 @@ class OpenAIApi:
         )
 
     def _exchange(
-        self, request: Request, plan: Plan, writer: ChatWriter | CompletionWriter
+        self,
+        request: Request,
+        plan: Plan,
+        writer: ChatWriter | CompletionWriter,
+        record: RequestRecord,
     ) -> Exchange:
         return Exchange(
             self._opener(),
@@ -163,6 +182,8 @@ class OpenAIApi:
             writer,
             name=name_request(request),
             heartbeat_s=self._heartbeat_s,
+            live=self._exchanges,
+            record=record,
         )
 
 

@@ -20,32 +20,45 @@ __all__ = ["ModelInfo", "Stream", "StreamOpener"]
 
 @dataclass
 class Stream:
-    """One running or finished answer. `cancel` may be called at any time, more than once."""
+    """One running or finished answer. `cancel` may be called at any time, more than once.
+
+    Attributes:
+        token: names the stream for `resume_stream` on any ingress; signed, so it cannot be
+            guessed. Empty for one that cannot be resumed.
+    """
 
     request: InferenceRequest
     log: TokenLog
     cache: CacheOutcome = field(default_factory=CacheOutcome)
     queue_position: int | None = None
+    prompt_tokens: int = 0
     cancel: Callable[[], None] = lambda: None
+    token: str = ""
 
 
 class StreamOpener(Protocol):
-    """What a transport needs of the graph behind it."""
-
-    async def open_stream(self, request: InferenceRequest) -> Stream:
-        """Starts or finds the answer.
-
-        Returns once the request is accepted (queued) or hit, before the first token.
-
-        Raises:
-            ServingError: the request cannot start; nothing is left running.
-        """
-        ...
+    """What the transports need of the graph."""
 
     async def model_info(self) -> ModelInfo:
-        """The served model.
+        """The model being served.
 
         Raises:
             ServingError: no model replica answers.
+        """
+        ...
+
+    async def open_stream(self, request: InferenceRequest) -> Stream:
+        """Starts a request; returns once it is queued or answered from the cache.
+
+        Raises:
+            ServingError: the request was refused.
+        """
+        ...
+
+    async def resume_stream(self, token: str, tenant: str) -> Stream:
+        """A stream that another ingress had opened and lost, with its log from the beginning.
+
+        Raises:
+            ResumeExpired: there is none of that name for this tenant, or none any more.
         """
         ...

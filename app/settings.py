@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -18,6 +18,7 @@ from pydantic import (
     StringConstraints,
     ValidationError,
     field_validator,
+    model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -64,6 +65,8 @@ class ModelSettings(_Section):
     """Tokens of one step, decodes and prompts together; at least `max_num_seqs` + 256."""
     max_waiting: int = Field(default=256, ge=1, le=1_000_000)
     """Requests queued in one replica; one more is refused with `overloaded`."""
+    max_waiting_tokens: int = Field(default=0, ge=0, le=10_000_000_000)
+    """Prompt tokens queued in one replica; 0: 16 of the longest prompts."""
     num_replicas: int = Field(default=1, ge=1, le=10_000)
     """Model replicas at start."""
     num_cpus: float = Field(default=1, ge=0, le=1024)
@@ -108,8 +111,31 @@ class LimitSettings(_Section):
     """Unfinished requests of one WebSocket."""
     accept_timeout_s: float = Field(default=10.0, gt=0, le=600)
     """Time a model replica has to accept a request before the client is told to retry."""
+    max_pending_requests: int = Field(default=4096, ge=1, le=1_000_000)
+    """Unfinished requests of one ingress replica that the model works on."""
+    watchdog_s: float = Field(default=5.0, ge=0.5, le=600)
+    """A model replica that is silent, or makes no step, for so long loses its streams to another."""
+    failover_timeout_s: float = Field(default=30.0, gt=0, le=3600)
+    """Time to find another replica for a stream whose replica was lost."""
+    max_failovers: int = Field(default=2, ge=0, le=100)
+    """Replicas that a stream may lose in a row, without a token between, before it fails."""
+    orphan_lease_s: float = Field(default=1.5, ge=0.5, le=600)
+    """Time that a stream runs on after its ingress was lost, for another to take it over."""
+    resume_window_s: float = Field(default=30.0, ge=0, le=3600)
+    """Time that a stream is kept after its connection was lost, and after its end; 0: not at all."""
+    drain_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
+    """Time that running streams have to end when their replica is replaced or scaled away."""
     heartbeat_s: float = Field(default=15.0, gt=0, le=600)
     """PING interval of a WebSocket, and longest silence of an event stream."""
+
+
+class RoutingSettings(_Section):
+    """Which model replica gets a request."""
+
+    policy: Literal["prefix", "default"] = "prefix"
+    """`prefix`: the one that holds the longest prefix of the prompt; `default`: Serve's own choice."""
+    margin_tokens: int = Field(default=2048, ge=0, le=1_000_000_000)
+    """How much more work, in tokens, than the least busy replica such a one may have."""
 
 
 class KeySettings(_Section):
@@ -143,11 +169,68 @@ class AuthSettings(_Section):
         return keys
 
 
+class AutoscalingSettings(_Section):
+    """Model replicas by the work there is; off: `model.num_replicas` of them."""
+
+    enabled: bool = False
+    """On: `model.num_replicas` is not read."""
+    min_replicas: int = Field(default=1, ge=1, le=10_000)
+    """Model replicas without any work."""
+    max_replicas: int = Field(default=4, ge=1, le=10_000)
+    """Most model replicas."""
+    target_tokens_per_replica: int = Field(default=16_384, ge=1, le=1_000_000_000)
+    """Tokens still to be computed, prompts and answers, that one replica should hold."""
+    target_requests_per_replica: float | None = Field(default=None, gt=0, le=1_000_000)
+    """Requests, running or waiting, that one replica should hold; null: `model.max_num_seqs`."""
+    upscale_cooldown_s: float = Field(default=30.0, ge=0, le=86_400)
+    """Least time between two additions."""
+    downscale_cooldown_s: float = Field(default=300.0, ge=0, le=86_400)
+    """Time that the load must fit fewer replicas before one leaves, and then the next."""
+    max_step_up: int = Field(default=4, ge=1, le=10_000)
+    """Most replicas added at once."""
+    surge_replicas: int = Field(default=2, ge=0, le=10_000)
+    """Replicas added when all three limits below are exceeded; 0 adds none and sends no alert."""
+    surge_ttft_p95_ms: float = Field(default=800.0, ge=0, le=3_600_000)
+    """95th percentile of the time to the first token, of the slowest replica in the last minute."""
+    surge_cpu_percent: float = Field(default=85.0, ge=0, le=100)
+    """CPU load of the model replicas, of the cores that they compute with."""
+    surge_waiting: float = Field(default=3.0, ge=0, le=1_000_000)
+    """Requests that wait, over all replicas."""
+    alert_url: str | None = Field(
+        default=None, pattern=r"^https?://[^/?#\s]+[^\s]*$", max_length=2048
+    )
+    """Where a surge is posted as JSON; null: nowhere. It appears in Serve's logs."""
+    alert_interval_s: float = Field(default=300.0, ge=1, le=86_400)
+    """Least time between two alerts."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.max_replicas < self.min_replicas:
+            raise PydanticCustomError(
+                "bounds",
+                f"max_replicas is {self.max_replicas}, below min_replicas {self.min_replicas}",
+            )
+        return self
+
+
 class IngressSettings(_Section):
     """The processes that clients talk to."""
 
     num_replicas: int = Field(default=1, ge=1, le=10_000)
-    """Ingress replicas at start."""
+    """Ingress replicas, or the least of them with `max_replicas`."""
+    max_replicas: int | None = Field(default=None, ge=1, le=10_000)
+    """Most ingress replicas, by their live generations; null: always `num_replicas`."""
+    target_generations: int = Field(default=500, ge=1, le=1_000_000)
+    """Live generations that one ingress replica should hold."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise PydanticCustomError(
+                "bounds",
+                f"max_replicas is {self.max_replicas}, below num_replicas {self.num_replicas}",
+            )
+        return self
 
 
 class Settings(_Section):
@@ -160,8 +243,10 @@ class Settings(_Section):
     model: ModelSettings = ModelSettings()
     cache: CacheSettings = CacheSettings()
     limits: LimitSettings = LimitSettings()
+    routing: RoutingSettings = RoutingSettings()
     auth: AuthSettings = AuthSettings()
     ingress: IngressSettings = IngressSettings()
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
 
 
 def parse_settings(args: dict[str, Any]) -> Settings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,6 +26,7 @@ from app.launcher import is_ready, serve_environment
 ROOT = Path(__file__).resolve().parent.parent
 READY_WITHIN_S = 300.0
 STOPPED_WITHIN_S = 20.0
+DASHBOARD = re.compile(r"dashboard at (?:\x1b\[\d+m|http://)*([\w.]+:\d+)")
 
 
 class ClusterFailed(Exception):
@@ -41,19 +43,48 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster: the root of all its processes, and what they print."""
+    """A running cluster: the root of all its processes, what they print, and their files."""
 
     process: psutil.Process
     log: Path
+    folder: Path
+
+    def processes(self) -> list[psutil.Process]:
+        """All that belong to it now, HAProxy included though its starter may have left it."""
+        own = [self.process, *self.process.children(recursive=True)]
+        known = {process.pid for process in own}
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if process.pid not in known and any(str(self.folder) in part for part in command):
+                own.append(process)
+        return own
+
+    def dashboard_url(self) -> str:
+        """Where `serve deploy` and `serve status` reach it.
+
+        Raises:
+            ClusterFailed: the log does not tell.
+        """
+        found = DASHBOARD.search(self.log.read_text(errors="replace"))
+        if found is None:
+            raise ClusterFailed(f"no dashboard is named in the log\n{_tail(self.log)}")
+        return f"http://{found.group(1)}"
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str], url: str, first_ingress_port: int) -> Iterator[Cluster]:
+def serving(
+    command: Sequence[str],
+    url: str,
+    first_ingress_port: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Cluster]:
     """Runs `command`, which serves at `url`, for as long as the context lasts.
 
     Args:
         first_ingress_port: replicas that HAProxy reaches directly listen on one of the
             hundred ports from here.
+        environment: goes before deploy/serve.env.
 
     Raises:
         ClusterFailed: the command ended, or `/readyz` was not 200 in time.
@@ -66,7 +97,7 @@ def serving(command: Sequence[str], url: str, first_ingress_port: int) -> Iterat
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=_environment(folder, first_ingress_port),
+                env=_environment(folder, first_ingress_port, environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -74,14 +105,14 @@ def serving(command: Sequence[str], url: str, first_ingress_port: int) -> Iterat
             )
         try:
             _wait_until_ready(process, url, log)
-            yield Cluster(psutil.Process(process.pid), log)
+            yield Cluster(psutil.Process(process.pid), log, folder)
         finally:
             _stop(process)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _environment(folder: Path, first_ingress_port: int) -> dict[str, str]:
+def _environment(folder: Path, first_ingress_port: int, extra: Mapping[str, str]) -> dict[str, str]:
     own: Mapping[str, str] = {
         "RAY_TMPDIR": str(folder),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy" / "haproxy.cfg"),
@@ -99,7 +130,7 @@ def _environment(folder: Path, first_ingress_port: int) -> dict[str, str]:
     }
     # An address would make Ray join somebody's cluster instead of starting one.
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    return serve_environment({**inherited, **own})
+    return serve_environment({**inherited, **own, **extra})
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,17 @@ class StoredAnswer:
     completion_tokens: int
     model_revision: str
     is_truncated: bool = False
+    _checksum: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_checksum", zlib.crc32(self.payload))
         if self.completion_tokens < 0:
             raise ValueError(f"completion_tokens is {self.completion_tokens}, the least is 0")
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the payload is still what was stored."""
+        return zlib.crc32(self.payload) == self._checksum
 
     @property
     def size_bytes(self) -> int:

@@ -145,7 +145,11 @@ class PromptCache:
         now = self._expire()
         for exact in (key.exact, truncated_key(key).exact):
             entry = self._entries.get(exact)
-            if entry is not None and self._refusal(entry, key, now, None) is None:
+            if (
+                entry is not None
+                and self._refusal(entry, key, now, None) is None
+                and self._is_intact(entry)
+            ):
                 return self._hit(entry, "exact", 1.0, now)
         if not key.allow_semantic:
             self._counts["misses"] += 1
@@ -245,12 +249,21 @@ class PromptCache:
         for rank, (exact, similarity) in enumerate(candidates):
             entry = self._entries[exact]
             refused = self._refusal(entry, key, now, similarity)
-            if refused is None:
+            if refused is None and self._is_intact(entry):
                 # Rounding may lift the product of equal vectors above 1.
                 return self._hit(entry, "semantic", min(similarity, 1.0), now)
             if rank == 0:
-                reason = refused
+                reason = refused or "stored answer was damaged"
         return Miss(min(candidates[0][1], 1.0) if candidates else None, reason)
+
+    def _is_intact(self, entry: _Entry) -> bool:
+        """Whether the answer may be given out; a damaged one is removed and counts as an error."""
+        if entry.answer.is_intact:
+            return True
+        logger.error("a stored answer of %d bytes was damaged", entry.answer.size_bytes)
+        self._counts["errors"] += 1
+        self._remove(entry.key.exact)
+        return False
 
     def _refusal(
         self, entry: _Entry, key: PromptKey, now: float, similarity: float | None

@@ -1,4 +1,4 @@
-"""The model as a service: requests in, packed records of their streams out.
+"""The model as a service: requests in, their streams out on the buses of the ingresses.
 
 Plain asyncio around `AsyncEngine`, so that a test builds it without Serve;
 `model.py` is its Serve shell.
@@ -6,20 +6,35 @@ Plain asyncio around `AsyncEngine`, so that a test builds it without Serve;
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
 from deployments import wire
+from deployments.bus import BusHub, BusStream
 from deployments.engine.async_engine import AsyncEngine
 from deployments.engine.sequence import Sequence
 from protocol.errors import ServingError
-from protocol.token_log import TokenLog
 
 Admit = Callable[[Sequence], Awaitable[int | ServingError]]
 """Brings one sequence to `ModelService.admit`, alone or with others."""
+TICK_S = 0.5
+LIKELY_ANSWER_TOKENS = 512
+"""Of one request, where its limit is higher; the router takes as much for a new one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BusLeases:
+    """How long things live without their ingress, in seconds; see `BusHub`."""
+
+    orphan_s: float
+    keep_s: float
+    renew_s: float
 
 
 class ModelService:
@@ -27,38 +42,69 @@ class ModelService:
 
     Args:
         info: of the model; its context length is lowered to what the engine holds.
+        replica: this replica's name.
     """
 
-    def __init__(self, engine: AsyncEngine, info: wire.ModelInfo) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        info: wire.ModelInfo,
+        *,
+        replica: str,
+        leases: BusLeases,
+        clock: Callable[[], float],
+    ) -> None:
         self._engine = engine
+        self._replica = replica
+        self._numbers = itertools.count(1)
+        self._hub = BusHub(
+            self.load,
+            clock,
+            lease_s=leases.orphan_s,
+            keep_s=leases.keep_s,
+            renew_s=leases.renew_s,
+        )
         self.info = msgspec.structs.replace(info, context_length=engine.config.max_model_len)
 
-    async def generate(self, payload: bytes, admit: Admit) -> AsyncGenerator[bytes]:
-        """Packed `StreamRecord`s: `accepted` or `refused`, then deltas, then `terminal`.
+    async def submit(self, payload: bytes, admit: Admit) -> bytes:
+        """Packed `Submit` in, packed `SubmitReply` out; the answer comes on the bus.
 
-        When the caller cancels, the engine drops the sequence before its next step.
+        When the caller cancels meanwhile, the engine drops the sequence before its next step.
         """
-        sequence: Sequence | None = None
+        submit = wire.decode_submit(payload)
         try:
-            sequence = await self._engine.prepare(wire.decode_request(payload))
-            log = self._engine.follow(sequence)
-            admitted = await admit(sequence)
-            if isinstance(admitted, ServingError):
-                raise admitted
-            accepted = wire.Accepted(
-                revision=self.info.revision,
-                prompt_tokens=len(sequence.prompt_token_ids),
-                queue_position=admitted,
-            )
-            yield wire.encode(wire.StreamRecord(accepted=accepted))
-            async for record in _records(log):
-                yield wire.encode(record)
+            accepted = await self._accept(submit, admit)
         except ServingError as error:
-            yield wire.encode(wire.StreamRecord(refused=error.info))
-        finally:
-            # Sequences are made before they are admitted, so a cancel can never miss one.
-            if sequence is not None:
-                self._engine.abort(sequence)
+            return wire.encode(wire.SubmitReply(replica=self._replica, refused=error.info))
+        return wire.encode(wire.SubmitReply(replica=self._replica, accepted=accepted))
+
+    def cancel(self, names: tuple[str, ...]) -> None:
+        """Gives streams up; unknown ones are nothing new."""
+        self._hub.cancel(names)
+
+    def attach(self, name: str, ingress: str) -> bytes:
+        """A packed `Attached`: the stream goes on on the bus of that ingress.
+
+        Raises:
+            ResumeExpired: there is no such stream, or none any more.
+        """
+        return wire.encode(self._hub.attach(name, ingress))
+
+    def renew(self, ingress: str) -> None:
+        """A sign of life of an ingress."""
+        self._hub.renew(ingress)
+
+    async def bus(self, ingress: str, positions: Mapping[str, int]) -> AsyncGenerator[bytes]:
+        """Packed `BusMessage`s for one ingress; see `BusHub.messages`."""
+        async with aclosing(self._hub.messages(ingress, positions)) as messages:
+            async for message in messages:
+                yield wire.encode(message)
+
+    async def keep_time(self) -> None:
+        """Runs for ever: signs of life on the buses, and an end to orphans."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._hub.tick()
 
     def admit(self, sequences: list[Sequence]) -> list[int | ServingError]:
         """Hands newcomers to the running engine and returns at once.
@@ -82,15 +128,43 @@ class ModelService:
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters, as plain values."""
-        return dataclasses.asdict(self._engine.stats())
+        return {"replica": self._replica, **dataclasses.asdict(self._engine.stats())}
 
+    async def _accept(self, submit: wire.Submit, admit: Admit) -> wire.Accepted:
+        name = submit.request.request_id
+        # A former one of this name may still be in the engine.
+        request = msgspec.structs.replace(
+            submit.request, request_id=f"{name}.{next(self._numbers)}"
+        )
+        output = tuple(token for delta in submit.answered for token in delta.token_ids)
+        sequence = await self._engine.prepare(request, output_token_ids=output)
+        log = self._engine.follow(sequence)
+        log.append(*submit.answered)
+        accepted = wire.Accepted(
+            revision=self.info.revision,
+            prompt_tokens=len(sequence.prompt_token_ids),
+            queue_position=0,
+        )
+        # Known before it is admitted, so that a cancel can never miss it.
+        stream = BusStream(submit, accepted, log, lambda: self._engine.abort(sequence))
+        self._hub.add(stream)
+        try:
+            admitted = await admit(sequence)
+            if isinstance(admitted, ServingError):
+                raise admitted
+        except BaseException:
+            self._hub.discard(stream)
+            raise
+        return msgspec.structs.replace(accepted, queue_position=admitted)
 
-async def _records(log: TokenLog) -> AsyncIterator[wire.StreamRecord]:
-    """A log as messages: whatever is new at a time, the end with the last of it."""
-    cursor = log.cursor()
-    while True:
-        deltas = tuple(await cursor.wait())
-        terminal = log.terminal if cursor.is_at_end else None
-        yield wire.StreamRecord(deltas=deltas, terminal=terminal)
-        if terminal is not None:
-            return
+    def load(self) -> wire.Load:
+        """How busy this replica is."""
+        stats = self._engine.stats()
+        # Who names no limit may fill the context, and hardly anyone does.
+        likely = stats.waiting_tokens + LIKELY_ANSWER_TOKENS * (stats.running + stats.waiting)
+        return wire.Load(
+            running=stats.running,
+            waiting=stats.waiting,
+            tokens=min(stats.tokens, likely),
+            stalled_s=stats.stalled_s,
+        )

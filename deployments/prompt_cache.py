@@ -54,6 +54,10 @@ class PromptCacheReplica:
             embed_timeout_s=spec.embed_timeout_s,
         )
 
+    def check_health(self) -> None:
+        """Asked by Serve, which replaces a replica that raises."""
+        self._service.check_health()
+
     async def lookup(self, payload: bytes) -> bytes:
         return wire.encode(await self._service.lookup(wire.decode_lookup_call(payload)))
 

@@ -13,8 +13,38 @@ from protocol.request import InferenceRequest
 from protocol.token_log import CacheOutcome, Terminal, TokenDelta
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True):
-    """First record of a generation: the request fits and waits for its first step.
+class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a call to the model should go; read by the request router in the caller's process.
+
+    `replica` pins the call to that one and no other. `chain` names the prompt's prefixes, the
+    shortest first (see `prompt_chain`), `cost` is the work the request will be, in tokens, and
+    `avoid` names replicas that have just failed.
+    """
+
+    replica: str | None = None
+    chain: tuple[int, ...] = ()
+    cost: int = 0
+    avoid: tuple[str, ...] = ()
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request to run, its deltas to go onto the bus of `ingress`.
+
+    Args:
+        answered: what an earlier replica had answered when it was lost: the answer goes on
+            behind it, with the same numbering.
+        epoch: how often another ingress took it over: one that was cut off and does not know
+            yet cannot take it back.
+    """
+
+    request: InferenceRequest
+    ingress: str
+    answered: tuple[TokenDelta, ...] = ()
+    epoch: int = 0
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The request fits and waits for its first step.
 
     `revision` is the answering model's: it may differ from what another replica told.
     """
@@ -24,13 +54,54 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
     queue_position: int
 
 
-class StreamRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One message of a generation: `refused` alone, or `accepted` first, then deltas, then `terminal`."""
+class SubmitReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a replica says to a request: `accepted` or `refused`."""
 
+    replica: str
     accepted: Accepted | None = None
     refused: ErrorInfo | None = None
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What a bus message has for one stream: its new deltas, its end, or both."""
+
+    stream: str
     deltas: tuple[TokenDelta, ...] = ()
     terminal: Terminal | None = None
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """How busy a replica is.
+
+    Args:
+        tokens: still to be computed for all accepted requests, as far as can be told.
+        stalled_s: time since the engine last moved while it had work; 0 without any.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    tokens: int = 0
+    stalled_s: float = 0.0
+
+
+class BusMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """All that one step has for one ingress, or a sign of life when `parts` is empty."""
+
+    parts: tuple[Part, ...] = ()
+    load: Load = Load()
+
+
+class Attached(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A stream that another ingress takes over, with all its deltas so far.
+
+    `age_s` is the time since this replica accepted it.
+    """
+
+    submit: Submit
+    accepted: Accepted
+    deltas: tuple[TokenDelta, ...] = ()
+    terminal: Terminal | None = None
+    age_s: float = 0.0
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +146,10 @@ class LookupCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(InferenceRequest).decode
-decode_record = msgspec.msgpack.Decoder(StreamRecord).decode
+decode_submit = msgspec.msgpack.Decoder(Submit).decode
+decode_submit_reply = msgspec.msgpack.Decoder(SubmitReply).decode
+decode_bus_message = msgspec.msgpack.Decoder(BusMessage).decode
+decode_attached = msgspec.msgpack.Decoder(Attached).decode
 decode_info = msgspec.msgpack.Decoder(ModelInfo).decode
 decode_stored = msgspec.msgpack.Decoder(StoredStream).decode
 decode_lookup_reply = msgspec.msgpack.Decoder(LookupReply).decode

@@ -24,6 +24,7 @@ from protocol.frames import (
     MAX_ID_CHARS,
     Cancel,
     ClientFrame,
+    Drain,
     ErrorFrame,
     Frame,
     Hello,
@@ -33,6 +34,7 @@ from protocol.frames import (
     InferReq,
     Ping,
     Pong,
+    Resume,
     ServerFrame,
     type_of,
 )
@@ -46,10 +48,11 @@ IS_FINAL, HAS_USAGE, IS_ERROR = 1, 2, 4
 RESERVED_FLAGS = 0b1111_1000
 
 CLIENT_FRAMES: dict[str, type[ClientFrame]] = {
-    type_of(cls): cls for cls in (InferReq, Cancel, Ping, Pong)
+    type_of(cls): cls for cls in (InferReq, Resume, Cancel, Ping, Pong)
 }
 SERVER_FRAMES: dict[str, type[ServerFrame]] = {
-    type_of(cls): cls for cls in (Hello, InferAck, InferChunk, InferDone, ErrorFrame, Ping, Pong)
+    type_of(cls): cls
+    for cls in (Hello, InferAck, InferChunk, InferDone, ErrorFrame, Drain, Ping, Pong)
 }
 
 _ENCODER = msgspec.json.Encoder()

@@ -16,6 +16,7 @@
     ├── RateLimited             rate_limited             retry after `retry_after_s`
     ├── Overloaded              overloaded               retry after `retry_after_s`
     ├── ResumeExpired           resume_expired           start the request again
+    ├── Replaced                replaced                 nothing to do: a RESUME took the stream over
     ├── DeadlineExceeded        timeout                  retry with a longer `timeout_s`
     └── InternalError           internal                 retry once, then report the incident id
 
@@ -173,6 +174,12 @@ class ResumeExpired(ServingError):
     openai_type = "invalid_request_error"
 
 
+class Replaced(ServingError):
+    code = "replaced"
+    http_status = 409
+    openai_type = "invalid_request_error"
+
+
 class DeadlineExceeded(ServingError):
     code = "timeout"
     http_status = 504
@@ -203,6 +210,7 @@ ERROR_BY_CODE: dict[str, type[ServingError]] = {
         RateLimited,
         Overloaded,
         ResumeExpired,
+        Replaced,
         DeadlineExceeded,
         InternalError,
     )

@@ -1,8 +1,8 @@
 """The frames of `seedance.v1`, as types. What is on the wire is described in docs/protocol.md.
 
-Client → server: `InferReq`, `Cancel`, `Ping`, `Pong`. Server → client: `Hello`,
-`InferAck`, `InferChunk`, `InferDone`, `ErrorFrame`, `Ping`, `Pong`. Unknown
-fields are ignored, so that either side may be newer than the other.
+Client → server: `InferReq`, `Resume`, `Cancel`, `Ping`, `Pong`. Server → client:
+`Hello`, `InferAck`, `InferChunk`, `InferDone`, `ErrorFrame`, `Drain`, `Ping`, `Pong`.
+Unknown fields are ignored, so that either side may be newer than the other.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ MAX_ID_CHARS = 64
 
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Seq = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+LastSeq = Annotated[int, Meta(ge=-1, le=2**32 - 1)]
 IN_HEADER = -1
 """`seq` of a frame whose payload leaves it to the binary header."""
 
@@ -81,6 +82,19 @@ class InferReq(Frame, frozen=True, kw_only=True, tag="INFER_REQ"):
     boundary: Literal["utf8"] | None = None
 
 
+class Resume(Frame, frozen=True, kw_only=True, tag="RESUME"):
+    """Goes on with a stream whose connection was lost, under the name `id` on this one.
+
+    `stream` is the token of its INFER_ACK, `last_seq` the `seq` of the last chunk that
+    came, -1 for none. `return_token_ids` is asked for again: a token does not tell it.
+    """
+
+    id: Id
+    stream: str
+    last_seq: LastSeq
+    return_token_ids: bool | None = None
+
+
 class Cancel(Frame, frozen=True, kw_only=True, tag="CANCEL"):
     """Stops the request of that name."""
 
@@ -113,7 +127,7 @@ class Hello(Frame, frozen=True, kw_only=True, tag="HELLO"):
 
 
 class InferAck(Frame, frozen=True, kw_only=True, tag="INFER_ACK"):
-    """The request was accepted. `stream` is the server's own, unique name for it."""
+    """The request was accepted, or goes on. `stream` is the token to RESUME it by."""
 
     id: str
     stream: str
@@ -217,7 +231,7 @@ class InferDone(Frame, frozen=True, kw_only=True, tag="INFER_DONE"):
 
 
 class ErrorFrame(Frame, frozen=True, kw_only=True, tag="ERROR"):
-    """A request that could not start, or a frame that could not be read."""
+    """A request that could not start or go on, or a frame that could not be read."""
 
     id: str | None = None
     code: str
@@ -236,8 +250,14 @@ class ErrorFrame(Frame, frozen=True, kw_only=True, tag="ERROR"):
         return ErrorInfo(**{name: getattr(self, name) for name in ErrorInfo.__struct_fields__})
 
 
-ClientFrame = InferReq | Cancel | Ping | Pong
-ServerFrame = Hello | InferAck | InferChunk | InferDone | ErrorFrame | Ping | Pong
+class Drain(Frame, frozen=True, kw_only=True, tag="DRAIN"):
+    """This server is going away: it takes no new requests and closes within `deadline_s` seconds."""
+
+    deadline_s: float
+
+
+ClientFrame = InferReq | Resume | Cancel | Ping | Pong
+ServerFrame = Hello | InferAck | InferChunk | InferDone | ErrorFrame | Drain | Ping | Pong
 
 
 def type_of(frame: type[Frame]) -> str:

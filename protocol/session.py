@@ -31,6 +31,7 @@ from protocol.frames import (
     MAX_ID_CHARS,
     Cancel,
     ClientFrame,
+    Drain,
     ErrorFrame,
     FinalUsage,
     Frame,
@@ -41,6 +42,7 @@ from protocol.frames import (
     InferReq,
     Ping,
     Pong,
+    Resume,
     type_of,
 )
 from protocol.strict_json import show
@@ -81,7 +83,7 @@ class RequestState(StrEnum):
     ABSENT = "absent"
     """No request of that id is known."""
     QUEUED = "queued"
-    """INFER_REQ came, INFER_ACK was not sent yet."""
+    """INFER_REQ or RESUME came, INFER_ACK was not sent yet."""
     STREAMING = "streaming"
     """INFER_ACK was sent, INFER_DONE not yet."""
     DONE = "done"
@@ -106,25 +108,32 @@ _C, _R, _A = ConnectionState, RequestState, Action
 TRANSITIONS: dict[tuple[State, type[Frame]], tuple[Action, State]] = {
     (_C.CONNECTING, Hello): (_A.SEND, _C.OPEN),
     (_C.OPEN, InferReq): (_A.BY_REQUEST, _C.OPEN),
+    (_C.OPEN, Resume): (_A.BY_REQUEST, _C.OPEN),
     (_C.OPEN, Cancel): (_A.BY_REQUEST, _C.OPEN),
     (_C.OPEN, Ping): (_A.ANSWER_PING, _C.OPEN),
     (_C.OPEN, Pong): (_A.IGNORE, _C.OPEN),
+    (_C.OPEN, Drain): (_A.SEND, _C.DRAINING),
     (_C.DRAINING, InferReq): (_A.REFUSE_DRAINING, _C.DRAINING),
+    (_C.DRAINING, Resume): (_A.REFUSE_DRAINING, _C.DRAINING),
     (_C.DRAINING, Cancel): (_A.BY_REQUEST, _C.DRAINING),
     (_C.DRAINING, Ping): (_A.ANSWER_PING, _C.DRAINING),
     (_C.DRAINING, Pong): (_A.IGNORE, _C.DRAINING),
     (_R.ABSENT, InferReq): (_A.START, _R.QUEUED),
+    (_R.ABSENT, Resume): (_A.START, _R.QUEUED),
     (_R.ABSENT, Cancel): (_A.REFUSE_UNKNOWN, _R.ABSENT),
     (_R.QUEUED, InferReq): (_A.REFUSE_DUPLICATE, _R.QUEUED),
+    (_R.QUEUED, Resume): (_A.REFUSE_DUPLICATE, _R.QUEUED),
     (_R.QUEUED, Cancel): (_A.STOP, _R.QUEUED),
     (_R.QUEUED, InferAck): (_A.SEND, _R.STREAMING),
     (_R.QUEUED, InferDone): (_A.SEND, _R.DONE),
     (_R.QUEUED, ErrorFrame): (_A.SEND, _R.DONE),
     (_R.STREAMING, InferReq): (_A.REFUSE_DUPLICATE, _R.STREAMING),
+    (_R.STREAMING, Resume): (_A.REFUSE_DUPLICATE, _R.STREAMING),
     (_R.STREAMING, Cancel): (_A.STOP, _R.STREAMING),
     (_R.STREAMING, InferChunk): (_A.SEND, _R.STREAMING),
     (_R.STREAMING, InferDone): (_A.SEND, _R.DONE),
     (_R.DONE, InferReq): (_A.START, _R.QUEUED),
+    (_R.DONE, Resume): (_A.START, _R.QUEUED),
     (_R.DONE, Cancel): (_A.IGNORE, _R.DONE),
 }
 
@@ -161,6 +170,16 @@ class StartRequest:
 
 
 @dataclass(frozen=True)
+class ResumeRequest:
+    """A stream is to go on under this id; to be answered and ended as after `StartRequest`."""
+
+    id: str
+    stream: str
+    last_seq: int
+    binary: bool
+
+
+@dataclass(frozen=True)
 class CancelRequest:
     """A live request is to be stopped. Comes at most once a request; end it with `done` as ever."""
 
@@ -169,9 +188,14 @@ class CancelRequest:
 
 @dataclass(frozen=True)
 class Send:
-    """A message is to be sent now."""
+    """A message is to be sent now.
+
+    Attributes:
+        refused: code of the error, when it refuses a request that never was live.
+    """
 
     data: str | bytes
+    refused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +206,7 @@ class Close:
     reason: str
 
 
-Event = StartRequest | CancelRequest | Send | Close
+Event = StartRequest | ResumeRequest | CancelRequest | Send | Close
 
 
 @dataclass
@@ -261,10 +285,12 @@ class Session:
         """When `tick` has something to do next, on the session's clock."""
         return self._pinged_at + self._limits.heartbeat_s
 
-    def drain(self) -> None:
-        """Refuses new requests from now on. Once `live_ids` is empty, close with 1001."""
-        if self.state is ConnectionState.OPEN:
-            self.state = ConnectionState.DRAINING
+    def drain(self, deadline_s: float) -> list[Event]:
+        """DRAIN, once: refuses new requests from now on. Once `live_ids` is empty, close with 1001."""
+        if self.state is not ConnectionState.OPEN:
+            return []
+        self.state = ConnectionState.DRAINING
+        return [Send(self._encode(Drain(deadline_s=deadline_s), self._binary))]
 
     def close(self) -> list[CancelRequest]:
         """Ends the session when the connection is gone: what is still live is to be stopped."""
@@ -274,7 +300,7 @@ class Session:
     def accept(
         self, id: str, *, stream: str, cache: CacheOutcome, queue_position: int | None = None
     ) -> str | bytes:
-        """INFER_ACK: the request is queued, or answered from the cache."""
+        """INFER_ACK: the request is queued, answered from the cache, or goes on after a RESUME."""
         return self._send(
             id, InferAck(id=id, stream=stream, cache=cache, queue_position=queue_position)
         )
@@ -312,7 +338,7 @@ class Session:
         return self._send(id, frame)
 
     def refuse(self, id: str, error: ErrorInfo) -> str | bytes:
-        """ERROR: the request could not start; it was not accepted and gets no other frame."""
+        """ERROR: the request could not start or go on; it was not accepted and gets no other frame."""
         return self._send(id, ErrorFrame.of(id, error))
 
     def _dispatch(self, frame: ClientFrame, binary: bool) -> list[Event]:
@@ -323,7 +349,7 @@ class Session:
             return []
         if action is Action.BY_REQUEST:
             action = self._client_action(self._state_of(frame.id), frame)
-        if action is Action.START and isinstance(frame, InferReq):
+        if action is Action.START and isinstance(frame, InferReq | Resume):
             return [self._start(frame, binary)]
         if action is Action.STOP:
             return [*self._cancel(frame.id)]
@@ -339,17 +365,19 @@ class Session:
             error.request_id = getattr(frame, "id", None)
             raise error from None
 
-    def _start(self, req: InferReq, binary: bool) -> StartRequest:
+    def _start(self, frame: InferReq | Resume, binary: bool) -> StartRequest | ResumeRequest:
         limit = self._limits.max_live_requests
         if len(self._live) >= limit:
             error = RateLimited(
                 f"{limit} requests are live on this connection, the limit", limit=limit
             )
-            error.request_id = req.id
+            error.request_id = frame.id
             raise error
-        self._ended.pop(req.id, None)
-        self._live[req.id] = _Request(RequestState.QUEUED, binary, bool(req.return_token_ids))
-        return StartRequest(req.id, req, binary)
+        self._ended.pop(frame.id, None)
+        self._live[frame.id] = _Request(RequestState.QUEUED, binary, bool(frame.return_token_ids))
+        if isinstance(frame, Resume):
+            return ResumeRequest(frame.id, frame.stream, frame.last_seq, binary)
+        return StartRequest(frame.id, frame, binary)
 
     def _cancel(self, id: str) -> list[CancelRequest]:
         request = self._live[id]
@@ -359,7 +387,7 @@ class Session:
         return [CancelRequest(id)]
 
     def _send(self, id: str, frame: InferAck | InferChunk | InferDone | ErrorFrame) -> str | bytes:
-        """Moves the request on and encodes the frame in the form that its INFER_REQ had."""
+        """Moves the request on and encodes the frame in the form that its first frame had."""
         state = self._state_of(id)
         if (state, type(frame)) not in TRANSITIONS:
             raise ValueError(f"{type_of(type(frame))} for request {id!r} in the state {state}")
@@ -395,7 +423,9 @@ class Session:
         if id in self._live and not isinstance(error, DuplicateId):
             # The client would take the error for the end of the live request.
             id = None
-        return Send(self._encode(ErrorFrame.of(id, error.info), binary))
+        is_refusal = error.request_id is not None and not isinstance(error, UnknownId | BadState)
+        refused = error.code if is_refusal else None
+        return Send(self._encode(ErrorFrame.of(id, error.info), binary), refused)
 
     def _encode(self, frame: Frame, binary: bool) -> str | bytes:
         return encode(frame, binary=binary, buffer=self._buffer)
@@ -409,6 +439,6 @@ def _refusal(action: Action, id: str) -> ServingError:
         error = UnknownId(f"no request has the id {show(id)}", param="id")
     else:
         assert action is Action.REFUSE_DRAINING
-        error = Overloaded("this server is going away: connect again")
+        error = Overloaded("this server is going away: connect again", retry_after_s=0)
     error.request_id = id
     return error

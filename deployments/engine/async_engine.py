@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakKeyDictionary
 
 from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Emission, Engine, EngineStats, internal_error
 from deployments.engine.loop import EngineLoop
-from deployments.engine.sequence import Sequence, prepare
+from deployments.engine.preparation import prepare
+from deployments.engine.sequence import Sequence
 from protocol.errors import ServingError
 from protocol.request import InferenceRequest
 from protocol.token_log import Terminal, TokenLog
@@ -42,6 +46,9 @@ class AsyncEngine:
         self._pool = ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
         # As long as somebody holds the sequence, its log can be followed.
         self._logs: WeakKeyDictionary[Sequence, TokenLog] = WeakKeyDictionary()
+        self.on_first_token: Callable[[float], None] = lambda ttft_ms: None
+        """Called on the event loop with each request's TTFT; not for one that goes on elsewhere's."""
+        self._num_unprepared = self._num_unadmitted = 0
 
     async def start(self) -> None:
         """Starts the engine's thread and waits until it is warm.
@@ -53,11 +60,16 @@ class AsyncEngine:
         self._loop.start()
         await self._event_loop.run_in_executor(self._pool, self._loop.wait_until_ready)
 
-    async def prepare(self, request: InferenceRequest) -> Sequence:
+    async def prepare(
+        self, request: InferenceRequest, output_token_ids: SequenceOf[int] = ()
+    ) -> Sequence:
         """Tokenises and checks a request on a worker thread.
 
+        Args:
+            output_token_ids: what was answered elsewhere; the answer goes on behind it.
+
         Raises:
-            ServingError: the request cannot run; see `sequence.prepare`.
+            ServingError: the request cannot run; see `preparation.prepare`.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(
@@ -68,10 +80,13 @@ class AsyncEngine:
                 self._engine.config,
                 self._engine.clock,
                 self._rng,
+                output_token_ids,
             )
         except ServingError:
+            self._num_unprepared += 1
             raise
         except Exception as exc:
+            self._num_unprepared += 1
             raise internal_error(f"request {request.request_id} cannot be prepared", exc) from exc
 
     def admit(self, seqs: list[Sequence]) -> list[ServingError | None]:
@@ -85,14 +100,27 @@ class AsyncEngine:
 
     def follow(self, seq: Sequence) -> TokenLog:
         """The sequence's log, which lives on the event loop."""
-        return self._logs.setdefault(seq, TokenLog())
+        log = self._logs.get(seq)
+        if log is None:
+            log = self._logs[seq] = TokenLog()
+        return log
 
     def abort(self, seq: Sequence) -> None:
         """Gives a sequence up, admitted or not; harmless after its end."""
         self._loop.abort(seq)
 
     def stats(self) -> EngineStats:
-        return self._loop.stats()
+        """The engine's numbers, and what ended before it reached the engine."""
+        stats = self._loop.stats()
+        finished = stats.finished_total
+        if self._num_unadmitted:
+            num_cancelled = finished.get("cancelled", 0) + self._num_unadmitted
+            finished = finished | {"cancelled": num_cancelled}
+        return dataclasses.replace(
+            stats,
+            finished_total=finished,
+            refused_total=stats.refused_total + self._num_unprepared,
+        )
 
     @property
     def config(self) -> EngineConfig:
@@ -115,6 +143,7 @@ class AsyncEngine:
         log = self.follow(seq)
         timing = seq.timing(self._engine.clock())
         if seq.is_abandoned:
+            self._num_unadmitted += 1
             log.finish(Terminal(finish_reason="cancelled", usage=seq.usage(), timing=timing))
             return None
         try:
@@ -137,6 +166,8 @@ class AsyncEngine:
     def _apply(self, emissions: list[Emission]) -> None:
         for emission in emissions:
             log = self.follow(emission.seq)
+            if emission.deltas and log.next_seq == 0:
+                self.on_first_token(emission.seq.timing(self._engine.clock()).ttft_ms)
             try:
                 log.append(*emission.deltas)
             except ValueError:

@@ -9,6 +9,9 @@ Device = str
 """`auto`, `cpu`, `cuda` or `cuda:N`."""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+DEFAULT_QUEUED_PROMPTS = 16
+"""Longest prompts that may be queued: some minutes of work for a CPU core, seconds for a GPU."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -23,7 +26,12 @@ class EngineConfig:
             bounds how long a running stream waits for its next token.
         prefill_chunk_tokens: a prompt is cut only at multiples of this, so that the
             arithmetic of a prompt never depends on who else is in the batch.
+        prefix_block_tokens: a prompt that begins as an earlier one did is computed from the
+            last multiple of this that they share; None is 32 on a CPU, where attention is cut
+            in the same places, and `prefill_chunk_tokens` on CUDA.
         max_waiting: most sequences queued beyond the `max_num_seqs` running ones.
+        max_waiting_tokens: most prompt tokens of the queued sequences together; 0 is
+            `DEFAULT_QUEUED_PROMPTS` of the longest prompts.
         device: "auto" is CUDA when present, else the CPU.
         dtype: of the weights; "auto" is bfloat16 on CUDA and on CPUs that compute it
             natively, else float32.
@@ -42,7 +50,9 @@ class EngineConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     prefill_chunk_tokens: int = 256
+    prefix_block_tokens: int | None = None
     max_waiting: int = 256
+    max_waiting_tokens: int = 0
     device: Device = "auto"
     dtype: Dtype = "auto"
     num_threads: int | None = None
@@ -55,9 +65,12 @@ class EngineConfig:
             ("max_num_seqs", 1),
             ("prefill_chunk_tokens", 1),
             ("max_waiting", 0),
+            ("max_waiting_tokens", 0),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}, the least is {least}")
+        if self.prefix_block_tokens is not None and self.prefix_block_tokens < 1:
+            raise ValueError(f"prefix_block_tokens is {self.prefix_block_tokens}, the least is 1")
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads is {self.num_threads}, the least is 1")
         if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
@@ -77,3 +90,8 @@ class EngineConfig:
     def capacity(self) -> int:
         """Most sequences accepted at a time, running and waiting."""
         return self.max_num_seqs + self.max_waiting
+
+    @property
+    def queue_tokens(self) -> int:
+        """Most prompt tokens queued at a time."""
+        return self.max_waiting_tokens or DEFAULT_QUEUED_PROMPTS * self.max_model_len

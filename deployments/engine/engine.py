@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from deployments.engine.admission import Admission
 from deployments.engine.config import EngineConfig
 from deployments.engine.output import AnswerText
 from deployments.engine.runner import Runner
@@ -21,7 +22,7 @@ from deployments.engine.sampler import SampledToken, Sampler
 from deployments.engine.scheduler import ScheduledRow, Scheduler, StepPlan
 from deployments.engine.sequence import Sequence, SequenceState
 from deployments.engine.tokenizer import ChatTokenizer
-from protocol.errors import DeadlineExceeded, DuplicateId, InternalError, Overloaded, ServingError
+from protocol.errors import DeadlineExceeded, DuplicateId, InternalError, ServingError
 from protocol.token_log import FinishReason, Terminal, TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -43,23 +44,35 @@ class EngineStats:
     `finished_total` counts ended requests by outcome: `stop`, `length`, `tool_calls`,
     `cancelled`, or an error's code (`timeout`, `internal`); `refused_total` those that were
     never accepted.
+
+    `tokens` are still to be computed at the most, prompts and answers of all accepted requests;
+    `waiting_tokens` are the prompts of the queued ones. `prefix_query_tokens_total` counts the
+    prompt tokens of all requests that were begun, `prefix_hit_tokens_total` those among them
+    that an earlier prompt had left computed; `prompt_tokens_total` counts the others. `stalled_s`
+    is the time since the engine last moved while it had work.
     """
 
     running: int = 0
     waiting: int = 0
+    tokens: int = 0
+    waiting_tokens: int = 0
     steps_total: int = 0
     generated_tokens_total: int = 0
     prompt_tokens_total: int = 0
+    prefix_query_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0
     finished_total: dict[str, int] = field(default_factory=dict)
     refused_total: int = 0
     last_step_duration_s: float = 0.0
     last_step_monotonic_s: float | None = None
+    stalled_s: float = 0.0
 
 
 class Engine:
     """Continuous batching over one runner. Not thread-safe: one thread calls everything.
 
-    `config` is lowered to what the runner can hold.
+    `config` is lowered to what the runner can hold. `admission` is the one door to it, which
+    any thread may use ahead of `add`.
     """
 
     def __init__(
@@ -80,16 +93,20 @@ class Engine:
         self.clock = clock
         self._runner = runner
         self._sampler = sampler or Sampler()
-        self._scheduler = Scheduler(self.config)
+        self.admission = Admission(self.config, clock)
+        self._scheduler = Scheduler(self.config, runner.place)
         self._answers: dict[str, tuple[Sequence, AnswerText]] = {}
         self._finished: Counter[str] = Counter()
+        # Sequences that came with a complete answer: only their end is to be told.
+        self._complete: list[Sequence] = []
         self._steps = self._generated_tokens = self._prompt_tokens = 0
+        self._prefix_query_tokens = self._prefix_hit_tokens = self._tokens_left = 0
         self._last_step_duration_s = 0.0
         self._last_step_s: float | None = None
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or bool(self._complete)
 
     def warm_up(self) -> None:
         """Prepares the runner; call it on the thread that will call `step`."""
@@ -102,15 +119,19 @@ class Engine:
         """Queues a sequence.
 
         Raises:
-            Overloaded: all places, running and waiting, are taken.
+            Overloaded: see `Admission.take`.
             DuplicateId: a live sequence has this request id.
         """
         if seq.request_id in self._answers:
             raise DuplicateId(f"request {seq.request_id} is already running")
-        if len(self._answers) >= self.config.capacity:
-            raise overloaded(self.config)
-        self._answers[seq.request_id] = (seq, AnswerText(seq, self.tokenizer))
-        self._scheduler.add(seq)
+        self.admission.take(seq)
+        self._answers[seq.request_id] = (seq, seq.answer or AnswerText(seq, self.tokenizer))
+        self._tokens_left += seq.num_tokens_left
+        if seq.finish_reason is None:
+            self._scheduler.add(seq)
+        else:
+            seq.state = SequenceState.FINISHED
+            self._complete.append(seq)
 
     def abort(self, request_id: str) -> bool:
         """Drops a sequence before the next step is planned; False when there is none."""
@@ -122,7 +143,7 @@ class Engine:
 
     def step(self) -> list[Emission]:
         """Computes one step for every running sequence; returns what there is to tell."""
-        emissions = self._drop_dead()
+        emissions = self._drop_dead() + self._end_complete()
         plan = self._scheduler.schedule()
         if not plan.rows:
             return emissions
@@ -142,19 +163,26 @@ class Engine:
     def fail_all(self, error: ServingError) -> list[Emission]:
         """Ends every sequence with an error: the way out of an exception in `step` itself."""
         # What the old scheduler holds is not to be trusted after that.
-        self._scheduler = Scheduler(self.config)
+        self._scheduler = Scheduler(self.config, self._runner.place)
+        self._complete.clear()
         seqs = [seq for seq, _ in self._answers.values()]
         for seq in seqs:
             seq.state = SequenceState.FINISHED
-        return [self._fail(seq, error) for seq in seqs]
+        emissions = [self._fail(seq, error) for seq in seqs]
+        self._tokens_left = 0
+        return emissions
 
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
+            tokens=self._tokens_left,
+            waiting_tokens=self.admission.num_waiting_tokens,
             steps_total=self._steps,
             generated_tokens_total=self._generated_tokens,
             prompt_tokens_total=self._prompt_tokens,
+            prefix_query_tokens_total=self._prefix_query_tokens,
+            prefix_hit_tokens_total=self._prefix_hit_tokens,
             finished_total=dict(self._finished),
             last_step_duration_s=self._last_step_duration_s,
             last_step_monotonic_s=self._last_step_s,
@@ -177,11 +205,24 @@ class Engine:
                 emissions.append(self._fail(seq, error))
         return emissions
 
+    def _end_complete(self) -> list[Emission]:
+        """Tells the end of what came complete and was not dropped."""
+        complete, self._complete = self._complete, []
+        return [
+            self._end(seq, seq.finish_reason)
+            for seq in complete
+            if seq.finish_reason is not None and self._is_live(seq)
+        ]
+
+    def _is_live(self, seq: Sequence) -> bool:
+        found = self._answers.get(seq.request_id)
+        return found is not None and found[0] is seq
+
     def _compute(self, plan: StepPlan) -> list[SampledToken | None] | ServingError:
         """Runs and samples a plan; an exception comes back as the error for the plan's rows."""
         for row in plan.rows:
             if row.seq.first_scheduled_s is None:
-                row.seq.first_scheduled_s = self.clock()
+                self._start(row.seq)
         sampled_rows = plan.sampled_rows
         try:
             logits = self._runner.run(plan)
@@ -199,9 +240,18 @@ class Engine:
             self._advance(row)
         return sampled
 
+    def _start(self, seq: Sequence) -> None:
+        seq.first_scheduled_s = self.clock()
+        self.admission.start(seq)
+        self._prefix_query_tokens += len(seq.prompt_token_ids)
+        self._prefix_hit_tokens += seq.num_cached_tokens
+        self._tokens_left -= seq.num_cached_tokens
+
     def _advance(self, row: ScheduledRow) -> None:
         num_prompt = len(row.seq.prompt_token_ids)
-        self._prompt_tokens += min(row.end, num_prompt) - min(row.start, num_prompt)
+        num_computed = min(row.end, num_prompt) - min(row.start, num_prompt)
+        self._prompt_tokens += num_computed
+        self._tokens_left -= num_computed
         row.seq.num_computed_tokens = row.end
 
     def _emit(self, seq: Sequence, token: SampledToken | None) -> Emission | None:
@@ -223,6 +273,7 @@ class Engine:
     ) -> tuple[TokenDelta | None, FinishReason | None]:
         seq.output_token_ids.append(token.token_id)
         self._generated_tokens += 1
+        self._tokens_left -= 1
         if seq.first_token_s is None:
             seq.first_token_s = self.clock()
         if seq.grammar is not None:
@@ -241,14 +292,19 @@ class Engine:
     ) -> Emission:
         """Takes a sequence out for good; its slot is free when this returns."""
         del self._answers[seq.request_id]
+        # Counted before the gauges fall: who sees them at 0 sees every outcome.
+        self._finished[reason if error is None else error.code] += 1
+        self._tokens_left -= seq.num_tokens_left
         if seq.state is not SequenceState.FINISHED:
             self._scheduler.remove(seq)
         try:
-            self._runner.release(seq)
+            # A row that gave a token attended to all that was computed of it, so none is NaN.
+            is_sound = error is None and seq.first_token_s is not None
+            self._runner.release(seq, is_sound=is_sound)
         except Exception:
             # The request still gets its end.
             logger.exception("runner did not release request %s", seq.request_id)
-        self._finished[reason if error is None else error.code] += 1
+        self.admission.release(seq)
         terminal = Terminal(
             finish_reason=reason,
             usage=seq.usage(),
@@ -271,11 +327,3 @@ def internal_error(what: str, cause: BaseException) -> InternalError:
     incident = uuid.uuid4().hex[:12]
     logger.error("incident %s: %s", incident, what, exc_info=cause)
     return InternalError(f"internal error, incident {incident}")
-
-
-def overloaded(config: EngineConfig) -> Overloaded:
-    return Overloaded(
-        f"{config.capacity} requests are running or waiting, the limit is {config.capacity}",
-        limit=config.capacity,
-        retry_after_s=1.0,
-    )

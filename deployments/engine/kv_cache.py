@@ -1,4 +1,4 @@
-"""Keys and values of the running sequences: one contiguous slot for each.
+"""Keys and values of the sequences: one contiguous slot for each.
 
 Every layer has a K and a V of shape (max_num_seqs * max_model_len, kv heads, head size);
 token `p` of the sequence in slot `s` lives in row `s * max_model_len + p`, its location.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deployments.engine.sequence import Sequence
+from deployments.engine.slots import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,11 @@ def fit_limits(wanted: KVLimits, bytes_per_token: int, budget_bytes: int) -> KVL
 
 
 class KVCache:
-    """Slots, and the tensors behind them. A slot belongs to a sequence until it is freed."""
+    """Slots, and the tensors behind them. A slot belongs to a sequence until it is freed.
+
+    A prompt that was computed soundly stays in its slot after that, for the next prompt that
+    begins alike, until the slot is needed.
+    """
 
     def __init__(
         self,
@@ -75,6 +80,7 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        block_tokens: int,
     ) -> None:
         self.max_num_seqs = limits.max_num_seqs
         self.max_model_len = limits.max_model_len
@@ -85,30 +91,31 @@ class KVCache:
         self.values = [
             _zeros((rows, layer.num_kv_heads, layer.value_size), dtype, device) for layer in layers
         ]
-        # A heap would do too; with a list sorted downwards the lowest free slot is at the end,
-        # so that used slots stay together at the front.
-        self._free = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._slot_of: dict[Sequence, int] = {}
+        self._slots = Slots(limits.max_num_seqs, block_tokens)
 
-    @property
-    def num_used_slots(self) -> int:
-        return len(self._slot_of)
+    def place(self, seq: Sequence) -> int:
+        """Gives a sequence its slot; returns how many of its first tokens are computed there."""
+        placement = self._slots.place(seq)
+        if placement.source != placement.slot and placement.num_tokens:
+            held = self._rows(placement.source, placement.num_tokens)
+            into = self._rows(placement.slot, placement.num_tokens)
+            for tensor in (*self.keys, *self.values):
+                tensor[into] = tensor[held]
+        return placement.num_tokens
 
     def slot(self, seq: Sequence) -> int:
-        """The sequence's slot; takes the lowest free one at its first call."""
-        slot = self._slot_of.get(seq)
-        if slot is None:
-            assert self._free, "the scheduler runs at most max_num_seqs sequences"
-            slot = self._slot_of[seq] = self._free.pop()
+        """The slot of a sequence that was placed."""
+        slot = self._slots.find(seq)
+        assert slot is not None, "place() comes first"
         return slot
 
-    def free(self, seq: Sequence) -> None:
-        """Gives the slot back; harmless when the sequence has none."""
-        slot = self._slot_of.pop(seq, None)
-        if slot is None:
-            return
-        self._free.append(slot)
-        self._free.sort(reverse=True)
+    def free(self, seq: Sequence, *, keep: bool) -> None:
+        """Gives the slot back; harmless when the sequence has none.
+
+        Args:
+            keep: its prompt's keys and values may be used again.
+        """
+        self._slots.free(seq, keep=keep)
 
     def scrub(self, seq: Sequence) -> None:
         """Zeroes what the sequence wrote.
@@ -116,12 +123,15 @@ class KVCache:
         Needed where attention reads a row's slot beyond its length under a mask: a NaN there
         would pass through the mask into the next owner's answer.
         """
-        slot = self._slot_of.get(seq)
+        slot = self._slots.find(seq)
         if slot is None:
             return
-        written = slice(slot * self.max_model_len, slot * self.max_model_len + seq.num_tokens)
+        written = self._rows(slot, seq.num_tokens)
         for tensor in (*self.keys, *self.values):
             tensor[written] = 0
+
+    def _rows(self, slot: int, num_tokens: int) -> slice:
+        return slice(slot * self.max_model_len, slot * self.max_model_len + num_tokens)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,13 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from deployments.engine.engine import (
-    Emission,
-    Engine,
-    EngineStats,
-    internal_error,
-    overloaded,
-)
+from deployments.engine.engine import Emission, Engine, EngineStats, internal_error
 from deployments.engine.sequence import Sequence
 from protocol.errors import DuplicateId, Overloaded, ServingError
 from protocol.token_log import Terminal, TokenDelta
@@ -42,7 +36,7 @@ class EngineLoop:
         self._deliver: dict[str, Deliver | None] = {}
         self._refused = 0
         self._is_closing = False
-        self._is_idle = False
+        self._is_idle = True
         self._last_beat_s = engine.clock()
         self._warmed_up = threading.Event()
         self._failure: BaseException | None = None
@@ -68,7 +62,7 @@ class EngineLoop:
         """Hands a sequence over; its emissions go to `on_step`, and to `deliver` when given.
 
         Raises:
-            Overloaded: the queue is full, or the loop is closing or dead.
+            Overloaded: the loop is closing or dead, or see `Admission.take`.
             DuplicateId: a live sequence has this request id.
         """
         with self._changed:
@@ -79,6 +73,8 @@ class EngineLoop:
                 raise
             self._deliver[seq.request_id] = deliver
             self._inbox.append(seq)
+            # Work waits from now on, however long the thread takes to wake up.
+            self._end_idleness()
             self._changed.notify()
 
     def abort(self, seq: Sequence) -> None:
@@ -90,9 +86,16 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """The engine's numbers, with what is still in the inbox counted as waiting."""
         with self._changed:
-            inbox, refused = len(self._inbox), self._refused
-        stats = self._engine.stats()
-        return replace(stats, waiting=stats.waiting + inbox, refused_total=refused)
+            stats, refused = self._engine.stats(), self._refused
+            num_inbox = len(self._inbox)
+            inbox_tokens = sum(seq.num_tokens_left for seq in self._inbox)
+        return replace(
+            stats,
+            waiting=stats.waiting + num_inbox,
+            tokens=stats.tokens + inbox_tokens,
+            refused_total=refused,
+            stalled_s=self.heartbeat_age_s(),
+        )
 
     @property
     def num_live(self) -> int:
@@ -129,8 +132,7 @@ class EngineLoop:
             raise Overloaded("the engine is shutting down", retry_after_s=1.0)
         if seq.request_id in self._deliver:
             raise DuplicateId(f"request {seq.request_id} is already running")
-        if len(self._deliver) >= self._engine.config.capacity:
-            raise overloaded(self._engine.config)
+        self._engine.admission.take(seq)
 
     def _run(self) -> None:
         try:
@@ -159,9 +161,8 @@ class EngineLoop:
             while not (self._inbox or self._engine.has_work or self._is_closing):
                 self._is_idle = True
                 self._changed.wait()
-            # The beat goes first, or a reader could see an old one of a loop no longer idle.
+            self._end_idleness()
             self._last_beat_s = self._engine.clock()
-            self._is_idle = False
             arrived = list(self._inbox)
             if self._is_closing:
                 return False
@@ -185,11 +186,18 @@ class EngineLoop:
 
     def _refuse(self, seq: Sequence, error: ServingError) -> None:
         """Ends a sequence that the engine did not take though the loop had accepted it."""
+        self._engine.admission.release(seq)
         timing = seq.timing(self._engine.clock())
         terminal = Terminal(
             finish_reason="error", usage=seq.usage(), timing=timing, error=error.info
         )
         self._publish([Emission(seq, [], terminal)])
+
+    def _end_idleness(self) -> None:
+        # The beat goes first, or a reader could see an old one of a loop no longer idle.
+        if self._is_idle:
+            self._last_beat_s = self._engine.clock()
+        self._is_idle = False
 
     def _publish(self, emissions: list[Emission]) -> None:
         if not emissions:

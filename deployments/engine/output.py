@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from deployments.engine.sampler import SampledToken
@@ -123,3 +124,37 @@ class AnswerText:
             found.logprob,
             tuple((token_id, text(token_id), logprob) for token_id, logprob in found.top),
         )
+
+
+def replay(seq: Sequence, token_ids: SequenceOf[int], tokenizer: ChatTokenizer) -> None:
+    """Puts a fresh sequence to where it stood after the last delta that `token_ids` completes.
+
+    Sets the sequence's `output_token_ids`, its `answer`, its grammar, and `finish_reason` when
+    the tokens end the answer; tokens behind the end, or behind the last delta, are dropped.
+
+    Raises:
+        InternalError: the grammar does not allow a token.
+    """
+    num_delivered = _push_all(seq, token_ids, tokenizer)
+    num_dropped = len(seq.output_token_ids) - num_delivered
+    if num_dropped and seq.finish_reason is None:
+        if seq.grammar is not None:
+            seq.grammar.rewind()
+        _push_all(seq, token_ids[:num_delivered], tokenizer)
+
+
+def _push_all(seq: Sequence, token_ids: SequenceOf[int], tokenizer: ChatTokenizer) -> int:
+    """Answers with given tokens from the start; returns how many of them deltas have carried."""
+    seq.output_token_ids.clear()
+    seq.answer = AnswerText(seq, tokenizer)
+    num_delivered = 0
+    for token_id in token_ids:
+        seq.output_token_ids.append(token_id)
+        if seq.grammar is not None:
+            seq.grammar.accept(token_id)
+        delta, seq.finish_reason = seq.answer.push(SampledToken(token_id))
+        if delta is not None:
+            num_delivered = len(seq.output_token_ids)
+        if seq.finish_reason is not None:
+            break
+    return num_delivered

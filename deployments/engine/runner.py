@@ -31,6 +31,16 @@ logger = logging.getLogger(__name__)
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
+LEAST_ROWS = {torch.bfloat16: 2, torch.float32: 4}
+"""Rows from which on the CPU's matrix products round each row alike, whatever is packed with it.
+Measured with SmolLM2's shapes on an EPYC with AVX512-BF16: from 2 on in bfloat16, from 4 on in
+float32, where 4 rows also take less time than 2 or 3 (60 ms against 72 and 92)."""
+
+CPU_BLOCK_TOKENS = 32
+"""Queries that attend together on a CPU. Always the same ones, so that a block's result depends
+on what comes before it alone; 32 were the fastest of 1 to 256 (19 ms a layer for 1,024 tokens,
+24 with 16)."""
+
 
 class Runner(Protocol):
     """Computes steps. Used by one thread only, the one that called `warm_up`."""
@@ -61,8 +71,21 @@ class Runner(Protocol):
         """
         ...
 
-    def release(self, seq: Sequence) -> None:
-        """Forgets a sequence, whether it ran or not; its place is free at once."""
+    def place(self, seq: Sequence) -> int:
+        """Gives a sequence a place, before it first runs.
+
+        Returns:
+            How many of its first tokens need not be computed, because an earlier prompt of
+            the same tenant began with them; always fewer than it has.
+        """
+        ...
+
+    def release(self, seq: Sequence, *, is_sound: bool = False) -> None:
+        """Forgets a sequence, whether it ran or not; its place is free at once.
+
+        Args:
+            is_sound: what was computed of its prompt may serve others.
+        """
         ...
 
     def close(self) -> None:
@@ -89,7 +112,8 @@ class ModelRunner:
         self._chunk = config.prefill_chunk_tokens
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._is_cuda = self._device.type == "cuda"
-        self._least_rows = 2 if model.dtype == torch.bfloat16 and not self._is_cuda else 1
+        self._block = prefix_block(config, self._device)
+        self._least_rows = 1 if self._is_cuda else LEAST_ROWS.get(model.dtype, 1)
         self.attention = StepAttention(is_decode_batched=self._is_cuda)
         self._attention_name = f"seedance_{id(self.attention):x}"
         # A name without a registered mask function makes transformers build no mask at all.
@@ -152,10 +176,13 @@ class ModelRunner:
             logits = logits[sampled_at]
         return logits[: len(plan.sampled_rows)].float()
 
-    def release(self, seq: Sequence) -> None:
-        if self.attention.is_decode_batched:
+    def place(self, seq: Sequence) -> int:
+        return self.cache.place(seq)
+
+    def release(self, seq: Sequence, *, is_sound: bool = False) -> None:
+        if self.attention.is_decode_batched and not is_sound:
             self.cache.scrub(seq)
-        self.cache.free(seq)
+        self.cache.free(seq, keep=is_sound)
 
     def close(self) -> None:
         ALL_ATTENTION_FUNCTIONS.pop(self._attention_name, None)
@@ -182,15 +209,14 @@ class ModelRunner:
             token_ids += row.seq.token_ids(row.start, row.end)
             positions += range(row.start, row.end)
             locations += range(base + row.start, base + row.end)
-            pieces += cut_at_chunks(slot, row, first, self._chunk)
+            pieces += self._cut(slot, row, first)
             # Decodes are packed first; a one-token end of a prompt among the prompts stays there.
             if row.end - row.start == 1 and num_decodes == len(pieces) - 1:
                 num_decodes += 1
             if row.is_sampled:
                 sampled_at.append(len(token_ids) - 1)
         decodes = pieces[:num_decodes]
-        # The bfloat16 kernels round one row alone differently from the same row among others,
-        # and from two rows on all alike. So a lone row gets a second, which is thrown away.
+        # Too few rows get company, which is thrown away: see LEAST_ROWS.
         padding = [0] * (self._least_rows - len(token_ids))
         sampled_at += sampled_at[:1] * (self._least_rows - len(sampled_at))
         staged = self._to_device(
@@ -205,6 +231,27 @@ class ModelRunner:
         )
         layout = StepLayout(pieces, staged[2], num_decodes, staged[4], staged[5])
         return layout, staged[0].unsqueeze(0), staged[1].unsqueeze(0), staged[3]
+
+    def _cut(self, slot: int, row: ScheduledRow, first: int) -> list[Piece]:
+        """Cuts a row into the pieces that attend together, the same ones however the scheduler
+        cut it into steps.
+
+        On a CPU tokens of the answer attend one by one, as they did when they were first
+        computed: an answer that is recomputed on another replica goes on bit for bit.
+        """
+        num_prompt = len(row.seq.prompt_token_ids)
+        pieces = []
+        start = row.start
+        while start < row.end:
+            if start >= num_prompt and not self._is_cuda:
+                end = start + 1
+            else:
+                ends = (_next_multiple(start, self._block), _next_multiple(start, self._chunk))
+                end = min(*ends, row.end, row.end if self._is_cuda else num_prompt)
+            at = first + start - row.start
+            pieces.append(Piece(slot, at, at + end - start, end))
+            start = end
+        return pieces
 
     def _to_device(self, columns: list[list[int]]) -> list[Tensor]:
         packed = torch.tensor([number for column in columns for number in column])
@@ -227,7 +274,7 @@ class ModelRunner:
             sum(shape.bytes_per_token(dtype) for shape in shapes),
             _kv_budget_bytes(config, self._device),
         )
-        return KVCache(shapes, limits, dtype=dtype, device=self._device)
+        return KVCache(shapes, limits, dtype=dtype, device=self._device, block_tokens=self._block)
 
     @torch.inference_mode()
     def _probe(self) -> None:
@@ -263,9 +310,12 @@ class ModelRunner:
             for name, step in (("probe", 31), ("neighbour", 17))
         )
         half = length // 2
+        self.place(probe)
         alone = self.run(StepPlan((ScheduledRow(probe, 0, length),)))
         self.release(probe)
         both = [probe] if self.max_num_seqs == 1 else [neighbour, probe]
+        for seq in both:
+            self.place(seq)
         for start, end in ((0, half), (half, length)):
             packed = self.run(StepPlan(tuple(ScheduledRow(seq, start, end) for seq in both)))
         for seq in both:
@@ -278,17 +328,15 @@ class ModelRunner:
             )
 
 
-def cut_at_chunks(slot: int, row: ScheduledRow, first: int, chunk: int) -> list[Piece]:
-    """Cuts a row at multiples of `chunk`, so that its attention has the same shapes however the
-    scheduler cut it into steps."""
-    pieces = []
-    start = row.start
-    while start < row.end:
-        end = min((start // chunk + 1) * chunk, row.end)
-        at = first + start - row.start
-        pieces.append(Piece(slot, at, at + end - start, end))
-        start = end
-    return pieces
+def prefix_block(config: EngineConfig, device: torch.device) -> int:
+    """Tokens in whose multiples a prompt's prefix is used again."""
+    if config.prefix_block_tokens is not None:
+        return config.prefix_block_tokens
+    return config.prefill_chunk_tokens if device.type == "cuda" else CPU_BLOCK_TOKENS
+
+
+def _next_multiple(position: int, of: int) -> int:
+    return (position // of + 1) * of
 
 
 def check_supported(model_config: Any) -> None:

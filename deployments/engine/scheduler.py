@@ -1,15 +1,17 @@
 """Which sequences a step computes, and how many tokens of each.
 
-The whole policy: first come, first served, into `max_num_seqs` places; a step has a token
-budget; decodes go first, prompts fill the rest in pieces. Knows nothing of models, text
-or time.
+The whole policy: `max_num_seqs` places, filled from a queue that is fair between tenants; a
+step has a token budget; decodes go first, prompts fill the rest in pieces. Knows nothing of
+models, text or time.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
+from deployments.engine.admission import FairQueue
 from deployments.engine.config import EngineConfig
 from deployments.engine.sequence import Sequence, SequenceState
 
@@ -34,7 +36,7 @@ class StepPlan:
 
     rows: tuple[ScheduledRow, ...]
 
-    @property
+    @cached_property
     def sampled_rows(self) -> tuple[ScheduledRow, ...]:
         """The rows that get a new token: the runner's logits come in this order."""
         return tuple(row for row in self.rows if row.is_sampled)
@@ -45,11 +47,19 @@ class StepPlan:
 
 
 class Scheduler:
-    """Holds the queue and the running sequences, and plans steps."""
+    """Holds the queue and the running sequences, and plans steps.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        place: gives a sequence its place when it leaves the queue, and tells how many of its
+            first tokens need not be computed.
+    """
+
+    def __init__(
+        self, config: EngineConfig, place: Callable[[Sequence], int] = lambda seq: 0
+    ) -> None:
         self._config = config
-        self.waiting: deque[Sequence] = deque()
+        self._place = place
+        self.waiting = FairQueue()
         self.running: list[Sequence] = []
 
     @property
@@ -57,7 +67,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        self.waiting.push(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out, queued or running; its place is free for the next plan."""
@@ -84,12 +94,16 @@ class Scheduler:
         for seq in self.running:
             if not _is_decode(seq):
                 take(seq)
-        while self.waiting and len(self.running) < self._config.max_num_seqs:
-            if not take(self.waiting[0]):
+        while len(self.running) < self._config.max_num_seqs:
+            head = self.waiting.head
+            # What fits whole fits without its first tokens too.
+            if head is None or self._piece_end(head, budget) is None:
                 break
-            seq = self.waiting.popleft()
-            seq.state = SequenceState.RUNNING
-            self.running.append(seq)
+            self.waiting.remove(head)
+            head.state = SequenceState.RUNNING
+            self.running.append(head)
+            head.num_computed_tokens = head.num_cached_tokens = self._place(head)
+            take(head)
         return StepPlan(tuple(rows))
 
     def _piece_end(self, seq: Sequence, budget: int) -> int | None:

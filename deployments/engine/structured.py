@@ -63,6 +63,11 @@ class Grammar:
         self._matcher.consume_token(token_id)
         self._check()
 
+    def rewind(self) -> None:
+        """Goes back to the beginning of the answer."""
+        self._matcher.reset()
+        self._check()
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise InternalError(f"response_format failed: {_first_line(self._matcher.get_error())}")

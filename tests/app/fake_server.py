@@ -108,10 +108,15 @@ class Peer:
 
 
 class FakeServer:
-    """A running server: where it is, and every peer it had."""
+    """A running server: where it is, and every peer it had.
 
-    def __init__(self, url: str) -> None:
+    Attributes:
+        refuse_with: HTTP status that answers every handshake; None accepts them.
+    """
+
+    def __init__(self, url: str, refuse_with: int | None) -> None:
         self.url = url
+        self.refuse_with = refuse_with
         self.peers: list[Peer] = []
 
     @property
@@ -127,7 +132,7 @@ async def fake_server(
 
     Args:
         api_key: the bearer token that every call but the page must carry.
-        refuse_with: HTTP status that answers every handshake.
+        refuse_with: HTTP status that answers every handshake, until the test changes it.
 
     Raises, at the end:
         BaseExceptionGroup: an assertion of the script failed.
@@ -143,8 +148,8 @@ async def fake_server(
             return _response(200, "application/json", b'{"object": "list", "data": []}')
         if path != "/v1/infer":
             return _refusal(404, "invalid_request", f"no page {path}")
-        if refuse_with is not None:
-            return _refusal(refuse_with, "overloaded", "64 connections are open, the limit")
+        if server.refuse_with is not None:
+            return _refusal(server.refuse_with, "overloaded", "64 connections are open, the limit")
         return None
 
     async def handle(connection: ServerConnection) -> None:
@@ -157,7 +162,7 @@ async def fake_server(
         except* AssertionError as error:
             failures.append(error)
 
-    server = FakeServer("")
+    server = FakeServer("", refuse_with)
     failures: list[BaseExceptionGroup[AssertionError]] = []
     async with serve(
         handle,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,23 +21,29 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.graph import Graph
+from app.generation import FailoverLimits
+from app.graph import CachePort, Graph, GraphLimits, ModelPort
+from app.resume import ResumeTokens
 from app.settings import parse_settings
 from app.web import build_web
 from cache.prompt_cache import CacheConfig, PromptCache
 from deployments import wire
-from deployments.cache_service import CacheService, EmbedText
-from deployments.embedder import Vector
+from deployments.cache_service import CacheService
+from deployments.embedder import EmbedText, Vector
 from deployments.engine.async_engine import AsyncEngine
 from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Engine
 from deployments.engine.scripted import Fault, Script, ScriptedRunner
 from deployments.engine.sequence import Sequence
 from deployments.engine.tokenizer import byte_tokenizer
-from deployments.model_service import ModelService
-from protocol.errors import ServingError
+from deployments.model_service import BusLeases, ModelService
+from deployments.replica_board import ReplicaBoard, ReplicaGone
+from protocol.errors import ResumeExpired, ServingError
+from protocol.request import InferenceRequest, Message, SamplingParams
+from protocol.token_log import Terminal, TokenLog
 
 MODEL = "maker/scripted-1"
+QUESTION = "What is the capital of France?"
 INFO = wire.ModelInfo(
     id=MODEL, revision="rev-1", context_length=0, created=1_700_000_000, backend="mock"
 )
@@ -70,11 +76,49 @@ async def eventually(holds: Callable[[], Any], what: str = "") -> None:
         await asyncio.sleep(0.005)
 
 
-class TaskRecords:
-    """`graph.RecordStream` over a generator in this process, cancelled like a remote one."""
+def ask(
+    text: str = QUESTION,
+    *,
+    messages: Iterable[Message] | None = None,
+    prompt: str | None = None,
+    tenant: str = "red",
+    model: str = MODEL,
+    **fields: Any,
+) -> InferenceRequest:
+    """A greedy chat of one turn; `fields` are the request's, or its sampling's."""
+    own = {name: fields.pop(name) for name in list(fields) if name in OWN_FIELDS}
+    turns = None if prompt is not None else tuple(messages or (Message(role="user", content=text),))
+    ask.number += 1  # type: ignore[attr-defined]
+    return InferenceRequest(
+        request_id=f"r-{ask.number}",  # type: ignore[attr-defined]
+        tenant=tenant,
+        model=model,
+        messages=turns,
+        prompt=prompt,
+        sampling=SamplingParams(**{"temperature": 0.0, **fields}),
+        **own,
+    )
 
-    def __init__(self, records: AsyncGenerator[bytes]) -> None:
+
+ask.number = 0  # type: ignore[attr-defined]
+OWN_FIELDS = ("tools", "tool_choice", "response_format", "cache", "priority", "timeout_s")
+
+
+async def terminal_of(log: TokenLog) -> Terminal:
+    async with asyncio.timeout(PATIENCE_S):
+        cursor = log.cursor()
+        while await cursor.wait():
+            pass
+    assert log.terminal is not None
+    return log.terminal
+
+
+class TaskRecords:
+    """`model_bus.MessageStream` over a generator in this process, cancelled like a remote one."""
+
+    def __init__(self, records: AsyncGenerator[bytes], is_awake: asyncio.Event) -> None:
         self._queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        self._is_awake = is_awake
         self._task = asyncio.create_task(self._run(records))
 
     def __aiter__(self) -> AsyncIterator[bytes]:
@@ -83,10 +127,16 @@ class TaskRecords:
     def cancel(self) -> None:
         self._task.cancel()
 
+    def fail(self, error: Exception) -> None:
+        """Breaks the stream at both ends."""
+        self._queue.put_nowait(error)
+        self._task.cancel()
+
     async def _run(self, records: AsyncGenerator[bytes]) -> None:
         try:
             async with aclosing(records):
                 async for record in records:
+                    await self._is_awake.wait()
                     self._queue.put_nowait(record)
         except Exception as error:
             self._queue.put_nowait(error)
@@ -100,23 +150,154 @@ class TaskRecords:
             yield record
 
 
+class Brake:
+    """Stops an engine's thread before a token of whatever it answers."""
+
+    def __init__(self) -> None:
+        self._token: int | None = None
+
+    def stop_before(self, token: int) -> None:
+        self._token = token
+
+    def release(self) -> None:
+        self._token = None
+
+    def over(self, script: Script) -> Script:
+        def braked(seq: Sequence) -> list[int]:
+            while (token := self._token) is not None and len(seq.output_token_ids) >= token:
+                time.sleep(0.001)
+            return script(seq)
+
+        return braked
+
+
+class InProcessReplica:
+    """A model replica that can be killed, hung and cut off.
+
+    Attributes:
+        calls: what was called, in order.
+        submits: what it was asked to run.
+        refuses_bus: whether an ingress cannot open a bus now.
+    """
+
+    def __init__(
+        self, name: str, service: ModelService, engine: AsyncEngine, brake: Brake | None = None
+    ) -> None:
+        self.name = name
+        self.service = service
+        self.engine = engine
+        self.brake = brake or Brake()
+        self.is_dead = False
+        self._is_awake = asyncio.Event()
+        self._is_awake.set()
+        self.calls: list[str] = []
+        self.submits: list[wire.Submit] = []
+        self.refuses_bus: Callable[[str], bool] = lambda ingress: False
+        self._buses: list[TaskRecords] = []
+
+    @property
+    def num_live(self) -> int:
+        stats = self.engine.stats()
+        return stats.running + stats.waiting
+
+    def kill(self) -> None:
+        """The process is gone: it computes nothing, calls fail, and what was open breaks."""
+        self.is_dead = True
+        self.brake.stop_before(0)
+        self.cut()
+
+    def hang(self) -> None:
+        """The process is stopped: nothing moves, and nothing is told."""
+        self._is_awake.clear()
+        self.brake.stop_before(0)
+
+    def wake_up(self) -> None:
+        """It goes on as if nothing had been."""
+        self._is_awake.set()
+        self.brake.release()
+
+    def cut(self) -> None:
+        """Breaks every open bus."""
+        for bus in self._buses:
+            bus.fail(ConnectionError(f"{self.name} broke the connection"))
+        self._buses.clear()
+
+    async def reach(self, call: str) -> None:
+        """What a call meets on its way here."""
+        self.calls.append(call)
+        if self.is_dead:
+            raise ReplicaGone(f"{self.name} is dead")
+        await self._is_awake.wait()
+
+    def bus(self, ingress: str, positions: dict[str, int]) -> TaskRecords:
+        async def messages() -> AsyncGenerator[bytes]:
+            await self.reach("bus")
+            if self.refuses_bus(ingress):
+                raise ConnectionError(f"{self.name} refuses the connection")
+            async with aclosing(self.service.bus(ingress, positions)) as packed:
+                async for message in packed:
+                    yield message
+
+        opened = TaskRecords(messages(), self._is_awake)
+        self._buses.append(opened)
+        return opened
+
+    async def admit(self, sequence: Sequence) -> int | ServingError:
+        return self.service.admit([sequence])[0]
+
+
 class InProcessModel:
-    """`graph.ModelPort` without Serve."""
+    """`graph.ModelPort` without Serve; the board chooses, as our router does."""
 
-    def __init__(self, service: ModelService) -> None:
-        self._service = service
+    def __init__(self, replicas: list[InProcessReplica], board: ReplicaBoard) -> None:
+        self.replicas = {replica.name: replica for replica in replicas}
+        self.board = board
+        board.set_replicas(self.replicas)
 
-    def generate(self, payload: bytes) -> TaskRecords:
-        return TaskRecords(self._service.generate(payload, self._admit))
+    async def submit(self, payload: bytes, route: wire.Route) -> bytes:
+        while (name := self.board.choose(route)) is not None:
+            replica = self.replicas[name]
+            try:
+                await replica.reach("submit")
+            except ReplicaGone:
+                # What Serve's router does with an actor that died.
+                self.board.set_replicas(self.board.replicas - {name})
+                continue
+            replica.submits.append(wire.decode_submit(payload))
+            return await replica.service.submit(payload, replica.admit)
+        raise ConnectionError("no replica")
+
+    def bus(self, ingress: str, positions: dict[str, int], replica: str) -> TaskRecords:
+        return self._replica(replica).bus(ingress, positions)
+
+    async def cancel(self, names: tuple[str, ...], replica: str) -> None:
+        await self._replica(replica).reach("cancel")
+        self._replica(replica).service.cancel(names)
+
+    async def attach(self, name: str, ingress: str, replica: str) -> bytes:
+        await self._replica(replica).reach("attach")
+        try:
+            return self._replica(replica).service.attach(name, ingress)
+        except ResumeExpired:
+            return b""
+
+    async def renew(self, ingress: str, replica: str) -> None:
+        await self._replica(replica).reach("renew")
+        self._replica(replica).service.renew(ingress)
 
     async def info(self) -> bytes:
-        return wire.encode(self._service.info)
+        for replica in self.replicas.values():
+            if not replica.is_dead:
+                return wire.encode(replica.service.info)
+        raise ConnectionError("no replica")
 
     async def stats(self) -> list[dict[str, Any]]:
-        return [self._service.stats()]
+        return [one.service.stats() for one in self.replicas.values() if not one.is_dead]
 
-    async def _admit(self, sequence: Sequence) -> int | ServingError:
-        return self._service.admit([sequence])[0]
+    def _replica(self, name: str) -> InProcessReplica:
+        if name not in self.replicas:
+            raise ReplicaGone(name)
+        return self.replicas[name]
 
 
 class InProcessCache:
@@ -142,54 +323,132 @@ def cache_service(embed: EmbedText | None = embed_alike, **options: Any) -> Cach
     return CacheService(cache, embed=embed, **{**settings, **options})
 
 
+LEASES = BusLeases(orphan_s=PATIENCE_S, keep_s=PATIENCE_S, renew_s=PATIENCE_S)
+
+
+def graph_over(
+    model: ModelPort,
+    cache: CachePort | None,
+    board: ReplicaBoard | None = None,
+    *,
+    ingress: str = "ingress-1",
+    lookup_timeout_s: float = PATIENCE_S,
+    accept_timeout_s: float = PATIENCE_S,
+    watchdog_s: float = PATIENCE_S,
+    failover_timeout_s: float = PATIENCE_S,
+    max_failovers: int = 2,
+    max_pending: int = 4096,
+    clock: Callable[[], float] = time.monotonic,
+) -> Graph:
+    """A graph with a test's patience."""
+    return Graph(
+        model,
+        cache,
+        ReplicaBoard() if board is None else board,
+        ingress=ingress,
+        limits=GraphLimits(
+            lookup_timeout_s=lookup_timeout_s,
+            max_pending=max_pending,
+            watchdog_s=watchdog_s,
+            failover=FailoverLimits(
+                accept_timeout_s=accept_timeout_s,
+                submit_timeout_s=watchdog_s,
+                failover_timeout_s=failover_timeout_s,
+                max_failovers=max_failovers,
+            ),
+        ),
+        tokens=ResumeTokens(b"k" * 32),
+        clock=clock,
+    )
+
+
 @dataclass
 class Stack:
-    """A running graph and what a test looks at behind it."""
+    """A running graph and what a test looks at behind it: the first replica's engine."""
 
     engine: AsyncEngine
     runner: ScriptedRunner
     model: InProcessModel
     cache: InProcessCache | None
     graph: Graph
+    runners: list[ScriptedRunner]
 
     async def until_idle(self) -> None:
-        """Waits until the engine holds no request."""
-        await eventually(lambda: self.num_live == 0 and not self.runner.held, "requests are left")
+        """Waits until no engine holds a request, but those of the dead."""
+        await eventually(lambda: self.num_live == 0 and not self._held, "requests are left")
+
+    @property
+    def replicas(self) -> list[InProcessReplica]:
+        return list(self.model.replicas.values())
 
     @property
     def num_live(self) -> int:
-        stats = self.engine.stats()
-        return stats.running + stats.waiting
+        return sum(replica.num_live for replica in self.replicas if not replica.is_dead)
 
     @property
     def num_generated(self) -> int:
-        return self.engine.stats().generated_tokens_total
+        engines = [replica.engine for replica in self.replicas]
+        return sum(engine.stats().generated_tokens_total for engine in engines)
+
+    @property
+    def _held(self) -> bool:
+        both = zip(self.runners, self.replicas, strict=True)
+        return any(runner.held for runner, replica in both if not replica.is_dead)
 
 
 @asynccontextmanager
 async def running_stack(
     script: Script = echo,
     *,
+    runner_type: type[ScriptedRunner] = ScriptedRunner,
     with_cache: bool = True,
+    num_replicas: int = 1,
     token_interval_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
     fault: Callable[[Sequence], Fault | None] = lambda seq: None,
+    leases: BusLeases = LEASES,
+    limits: dict[str, Any] | None = None,
     accept_timeout_s: float = PATIENCE_S,
     **engine: Any,
 ) -> AsyncIterator[Stack]:
     config = EngineConfig(**{"max_num_seqs": 8, "max_model_len": 4096, **engine})
-    runner = ScriptedRunner(
-        script, TOKENIZER, config, token_interval_s=token_interval_s, sleep=sleep, fault=fault
-    )
-    async_engine = AsyncEngine(Engine(runner, TOKENIZER, config))
-    await async_engine.start()
-    model = InProcessModel(ModelService(async_engine, INFO))
+    brakes = [Brake() for _ in range(num_replicas)]
+    runners = [
+        runner_type(
+            brake.over(script),
+            TOKENIZER,
+            config,
+            token_interval_s=token_interval_s,
+            sleep=sleep,
+            fault=fault,
+        )
+        for brake in brakes
+    ]
+    engines = [AsyncEngine(Engine(runner, TOKENIZER, config)) for runner in runners]
+    replicas = []
+    for number, async_engine in enumerate(engines, 1):
+        await async_engine.start()
+        service = ModelService(
+            async_engine, INFO, replica=f"m{number}", leases=leases, clock=time.monotonic
+        )
+        brake = brakes[number - 1]
+        replicas.append(InProcessReplica(f"m{number}", service, async_engine, brake))
+    board = ReplicaBoard()
+    model = InProcessModel(replicas, board)
     cache = InProcessCache(cache_service()) if with_cache else None
-    graph = Graph(model, cache, lookup_timeout_s=PATIENCE_S, accept_timeout_s=accept_timeout_s)
+    graph = graph_over(model, cache, board, accept_timeout_s=accept_timeout_s, **(limits or {}))
+    clockwork = [asyncio.create_task(replica.service.keep_time()) for replica in replicas]
     try:
-        yield Stack(async_engine, runner, model, cache, graph)
+        yield Stack(engines[0], runners[0], model, cache, graph, runners)
     finally:
-        await async_engine.close()
+        for task in clockwork:
+            task.cancel()
+        await asyncio.gather(*clockwork, return_exceptions=True)
+        await graph.close()
+        for brake in brakes:
+            brake.release()
+        for async_engine in engines:
+            await async_engine.close()
 
 
 @dataclass
@@ -204,12 +463,16 @@ class Site:
         return f"ws://{self.address[0]}:{self.address[1]}/v1/infer"
 
     async def metrics(self) -> dict[str, float]:
-        """Every sample by its name without the prefix; a label stands in brackets."""
+        """Every sample by its name without the prefix; a label stands in brackets.
+
+        There is one ingress, so its name is left out.
+        """
         page = (await self.http.get("/metrics")).text
         samples: dict[str, float] = {}
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
-                labels = "".join(f"[{value}]" for value in sample.labels.values())
+                values = (value for name, value in sample.labels.items() if name != "ingress")
+                labels = "".join(f"[{value}]" for value in values)
                 samples[sample.name.removeprefix("seedance_") + labels] = sample.value
         return samples
 

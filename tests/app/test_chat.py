@@ -146,9 +146,9 @@ async def test_a_missing_key_says_which_option_gives_one() -> None:
     assert "(give a key with --key)" in outcome.err
 
 
-async def test_a_connection_lost_in_mid_reply_keeps_the_text_and_exits_with_1() -> None:
+async def test_a_connection_lost_for_good_in_mid_reply_keeps_the_text_and_exits_with_1() -> None:
     async def script(peer: Peer) -> None:
-        await peer.send(**HELLO)
+        await peer.send(**{**HELLO, "resume_window_s": 0})
         request = await peer.expect("INFER_REQ")
         await peer.ack(request["id"])
         await peer.chunk(request["id"], 0, "The capi")

@@ -29,6 +29,18 @@ from tests.app.fake_server import HELLO, REPLY, Peer, answering, fake_server
 both_forms = pytest.mark.parametrize("binary", [False, True], ids=["json", "binary"])
 
 
+class Nowhere:
+    """A carrier that carries nothing."""
+
+    async def launch(self, stream: ClientStream) -> None: ...
+
+    async def cancel(self, stream: ClientStream) -> None: ...
+
+    async def leave(self, stream: ClientStream) -> None: ...
+
+    def release(self, stream: ClientStream) -> None: ...
+
+
 class Clock:
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -243,9 +255,7 @@ async def test_chunks_that_repeat_or_fall_back_are_dropped(binary: bool) -> None
 async def test_any_replayed_stretch_leaves_the_text_as_it_was(
     replays: list[tuple[int, int]],
 ) -> None:
-    async def send(frame: object) -> None: ...
-
-    stream = ClientStream(InferReq(id="r"), send=send, live={}, clock=float)
+    stream = ClientStream(InferReq(id="r"), Nowhere(), clock=float)
     sent = [InferChunk(id="r", seq=seq, text=f"{seq};") for seq in range(8)]
     order = list(sent)
     for start, length in sorted(replays, reverse=True):
@@ -310,7 +320,7 @@ async def test_a_lost_connection_ends_every_stream_after_what_had_arrived() -> N
         await peer.expect("PONG")
         peer.abort()
 
-    async with fake_server(script) as server, SeedanceClient(server.url) as client:
+    async with fake_server(script) as server, SeedanceClient(server.url, resume=False) as client:
         seen: list[str] = []
         streams = [client.stream("one"), client.stream("two")]
         ends = await asyncio.gather(
@@ -328,7 +338,10 @@ async def test_a_close_code_and_its_reason_reach_the_caller() -> None:
     async def reply(peer: Peer, id: str) -> None:
         await peer.connection.close(4408, "no frame for 30 s")
 
-    async with fake_server(one_request(reply)) as server, SeedanceClient(server.url) as client:
+    async with (
+        fake_server(one_request(reply)) as server,
+        SeedanceClient(server.url, resume=False) as client,
+    ):
         with pytest.raises(ConnectionLost, match="code 4408: no frame for 30 s") as caught:
             await client.complete("hi")
         assert caught.value.code == 4408

@@ -16,8 +16,10 @@ from starlette.websockets import WebSocket
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from app import gateway
+from app import connection
 from app.accounts import Accounts, hash_key
+from app.client import SeedanceClient
+from app.gateway import Gateway
 from app.settings import AuthSettings
 from deployments.engine.scripted import Fault
 from deployments.engine.sequence import Sequence
@@ -30,6 +32,7 @@ from tests.app.stack import (
     Site,
     Stack,
     eventually,
+    graph_over,
     on_air,
     running_stack,
     talks_on,
@@ -59,10 +62,15 @@ def speaks(seq: Sequence) -> list[int]:
 async def speaking(
     settings: dict[str, Any] | None = None, **options: Any
 ) -> AsyncIterator[tuple[Stack, Site]]:
-    """A server that answers `TALK` without an end, a token each few milliseconds."""
+    """A server that answers `TALK` without an end, a token each few milliseconds.
+
+    It keeps nothing for who comes back, unless the settings say so.
+    """
+    given = settings or {}
+    limits = {"resume_window_s": 0, **given.get("limits", {})}
     async with (
         running_stack(speaks, **{"token_interval_s": STEP_S, **options}) as stack,
-        on_air(stack.graph, **(settings or {})) as site,
+        on_air(stack.graph, **{**given, "limits": limits}) as site,
     ):
         yield stack, site
 
@@ -509,10 +517,10 @@ class DeafPeer:
 async def test_a_peer_that_takes_nothing_is_dropped_with_its_requests(
     flood: int, heartbeat_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway, "CLOSE_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(gateway, "UNREAD_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(connection, "CLOSE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(connection, "UNREAD_TIMEOUT_S", 0.02)
     graph = FakeGraph(stalls("never", "ends"))
-    serving = gateway.Gateway(
+    serving = Gateway(
         graph,
         Accounts(AuthSettings()),
         limits=SessionLimits(heartbeat_s=heartbeat_s),
@@ -528,7 +536,7 @@ async def test_a_peer_that_takes_nothing_is_dropped_with_its_requests(
 
 async def test_a_peer_that_floods_and_reads_is_answered_to_the_last() -> None:
     """What comes in one burst must not fill the outbox before the writer has its turn."""
-    flood = 2 * (gateway.OUTBOX_FRAMES + gateway.MAX_UNSENT_REPLIES)
+    flood = 2 * (connection.OUTBOX_FRAMES + connection.MAX_UNSENT_REPLIES)
     async with speaking() as (_, site), talking(site.infer_url) as talker:
         for _ in range(flood):
             await talker.send_raw("no JSON")
@@ -539,7 +547,7 @@ async def test_a_peer_that_floods_and_reads_is_answered_to_the_last() -> None:
 
 async def test_a_burst_of_one_peer_does_not_hold_up_the_others() -> None:
     graph = FakeGraph(stalls("never", "ends"))
-    serving = gateway.Gateway(
+    serving = Gateway(
         graph, Accounts(AuthSettings()), limits=SessionLimits(), max_connections=1
     )
     peer = DeafPeer(*["no JSON"] * 500)
@@ -664,3 +672,44 @@ async def test_a_deadline_in_mid_stream_is_an_error_after_the_text() -> None:
         assert talker.text("r1").startswith(TALK)
         assert done["usage"]["completion_tokens"] > len(TALK)
         await stack.until_idle()
+
+
+# ------------------------------------------------------------------ streams that come back
+
+
+async def test_a_stream_wanders_between_two_ingresses_and_loses_nothing() -> None:
+    """The real graph on either side, one engine behind both, and a cut every few tokens."""
+    question = "what shall I say but this, " * 10
+    async with running_stack(speaks, token_interval_s=STEP_S, with_cache=False) as stack:
+        board = stack.graph._board
+        elsewhere = graph_over(stack.model, None, board, ingress="ingress-2")
+        async with on_air(stack.graph) as first, on_air(elsewhere) as second:
+            async with SeedanceClient(first.infer_url, rng=lambda: 0.0) as client:
+                seqs: list[int] = []
+                text = ""
+                fields = {"temperature": 0, "return_token_ids": True}
+                async for delta in client.stream(prompt=question, **fields):
+                    seqs.append(delta.seq)
+                    text += delta.text
+                    if len(seqs) % 40 == 0:
+                        client.url = second.infer_url if len(seqs) % 80 else first.infer_url
+                        connection = client._carrier._current
+                        if connection is not None:
+                            connection._socket.transport.abort()
+            assert text == question
+            assert seqs == sorted(set(seqs))
+            assert stack.engine.stats().finished_total == {"stop": 1}
+        await elsewhere.close()
+        await stack.until_idle()
+
+
+async def test_an_answer_that_nobody_comes_for_is_not_computed_on() -> None:
+    settings = {"limits": {"resume_window_s": 0.3}}
+    async with speaking(settings) as (stack, site), talking(site.infer_url) as talker:
+        await talker.ask("r1", TALK)
+        await talker.until("INFER_CHUNK")
+        talker.reset()
+        generated = stack.num_generated
+        await eventually(lambda: stack.num_generated > generated + 10)
+        await stack.until_idle()
+        assert stack.engine.stats().finished_total["cancelled"] == 1

@@ -3,85 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from app.graph import INFO_MAX_AGE_S, Graph
+from app.graph import INFO_MAX_AGE_S, CachePort, Graph
 from app.serving import Stream
 from deployments import wire
+from deployments.replica_board import ReplicaBoard, ReplicaGone
 from protocol.errors import (
     CacheMiss,
     ContextLengthExceeded,
-    InternalError,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
     ServingError,
 )
-from protocol.request import InferenceRequest, Message, SamplingParams
-from protocol.token_log import CacheOutcome, Terminal, Timing, TokenDelta, TokenLog, Usage
+from protocol.request import InferenceRequest, Message
+from protocol.token_log import CacheOutcome, Terminal, Timing, TokenDelta, Usage
+from tests.app.bus_fakes import FakeMessages
 from tests.app.stack import (
     INFO,
-    MODEL,
-    PATIENCE_S,
+    QUESTION,
     Stack,
+    ask,
     eventually,
     running_stack,
     same_for_all,
     talks_on,
+    terminal_of,
 )
+from tests.app.stack import graph_over as stack_graph
 from tests.protocol.fakes import FakeClock
 
-QUESTION = "What is the capital of France?"
 REWORDED = "Tell me the capital of France."
 USAGE = Usage(prompt_tokens=3, completion_tokens=2)
-
-
-def ask(
-    text: str = QUESTION,
-    *,
-    messages: Iterable[Message] | None = None,
-    prompt: str | None = None,
-    tenant: str = "red",
-    model: str = MODEL,
-    **fields: Any,
-) -> InferenceRequest:
-    """A greedy chat of one turn; `fields` are the request's, or its sampling's."""
-    own = {name: fields.pop(name) for name in list(fields) if name in OWN_FIELDS}
-    turns = None if prompt is not None else tuple(messages or (Message(role="user", content=text),))
-    ask.number += 1  # type: ignore[attr-defined]
-    return InferenceRequest(
-        request_id=f"r-{ask.number}",  # type: ignore[attr-defined]
-        tenant=tenant,
-        model=model,
-        messages=turns,
-        prompt=prompt,
-        sampling=SamplingParams(**{"temperature": 0.0, **fields}),
-        **own,
-    )
-
-
-ask.number = 0  # type: ignore[attr-defined]
-OWN_FIELDS = ("tools", "tool_choice", "response_format", "cache", "priority", "timeout_s")
-
-
-async def terminal_of(log: TokenLog) -> Terminal:
-    async with asyncio.timeout(PATIENCE_S):
-        cursor = log.cursor()
-        while await cursor.wait():
-            pass
-    assert log.terminal is not None
-    return log.terminal
 
 
 async def answer(graph: Graph, request: InferenceRequest) -> Stream:
     """The stream, once it has ended and what there is to store is stored."""
     stream = await graph.open_stream(request)
     await terminal_of(stream.log)
-    await eventually(lambda: not graph._background)
+    await eventually(lambda: not graph._storing)
     return stream
 
 
@@ -92,58 +57,94 @@ async def mark(stack: Stack, request: InferenceRequest) -> str:
 # ------------------------------------------------------------------ fakes at the two ports
 
 
-def accepted(revision: str = INFO.revision) -> wire.StreamRecord:
+def accepted(revision: str = INFO.revision) -> wire.SubmitReply:
     first = wire.Accepted(revision=revision, prompt_tokens=3, queue_position=2)
-    return wire.StreamRecord(accepted=first)
+    return wire.SubmitReply(replica="m1", accepted=first)
 
 
-def said(*texts: str, start: int = 0) -> wire.StreamRecord:
-    deltas = tuple(TokenDelta(start + i, text, (i,)) for i, text in enumerate(texts))
-    return wire.StreamRecord(deltas=deltas)
+def refused(error: ServingError) -> wire.SubmitReply:
+    return wire.SubmitReply(replica="m1", refused=error.info)
 
 
-def ended(reason: Any = "stop") -> wire.StreamRecord:
+def said(*texts: str, start: int = 0) -> wire.Part:
+    return wire.Part("", tuple(TokenDelta(start + i, text, (i,)) for i, text in enumerate(texts)))
+
+
+def ended(reason: Any = "stop", error: ServingError | None = None) -> wire.Part:
     timing = Timing(queue_ms=1.0, ttft_ms=2.0, total_ms=3.0)
-    return wire.StreamRecord(terminal=Terminal(finish_reason=reason, usage=USAGE, timing=timing))
+    info = None if error is None else error.info
+    return wire.Part("", (), Terminal(finish_reason=reason, usage=USAGE, timing=timing, error=info))
 
 
+DIES = ReplicaGone("m1 died: secret")
 HANGS = "hangs"
-Step = wire.StreamRecord | Exception | bytes | str
-
-
-class FakeRecords:
-    """Gives its steps one by one: a record, raw bytes, an exception, or `HANGS`."""
-
-    def __init__(self, steps: Iterable[Step]) -> None:
-        self._steps = list(steps)
-        self.cancels = 0
-
-    def cancel(self) -> None:
-        self.cancels += 1
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for step in self._steps:
-            if step == HANGS:
-                await asyncio.Event().wait()
-            if isinstance(step, Exception):
-                raise step
-            yield step if isinstance(step, bytes) else wire.encode(step)
+Step = wire.Part | Exception
+Reply = wire.SubmitReply | Exception | bytes | str
 
 
 @dataclass
 class FakeModel:
-    """A model whose next answers are given."""
+    """One replica whose next answers are given: how it replies, and what it says on the bus."""
 
-    steps: list[Step] = field(default_factory=lambda: [accepted(), said("He", "llo"), ended()])
+    steps: list[Step] = field(default_factory=lambda: [said("He", "llo"), ended()])
+    reply: Reply = field(default_factory=accepted)
     info_bytes: bytes = field(default_factory=lambda: wire.encode(INFO))
     info_error: Exception | None = None
     num_info_calls: int = 0
-    records: list[FakeRecords] = field(default_factory=list)
+    submits: list[wire.Submit] = field(default_factory=list)
+    num_given_up: int = 0
+    """Submissions whose caller left before the reply."""
+    cancels: list[str] = field(default_factory=list)
+    _bus: FakeMessages | None = None
+    _unsaid: list[str] = field(default_factory=list)
 
-    def generate(self, payload: bytes) -> FakeRecords:
-        wire.decode_request(payload)
-        self.records.append(FakeRecords(self.steps))
-        return self.records[-1]
+    async def submit(self, payload: bytes, route: wire.Route) -> bytes:
+        submit = wire.decode_submit(payload)
+        self.submits.append(submit)
+        if isinstance(self.reply, Exception):
+            raise self.reply
+        if isinstance(self.reply, str):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.num_given_up += 1
+        if isinstance(self.reply, bytes):
+            return self.reply
+        assert isinstance(self.reply, wire.SubmitReply)
+        if self.reply.accepted is not None:
+            self._unsaid.append(submit.request.request_id)
+            self._speak()
+        return wire.encode(self.reply)
+
+    def bus(self, ingress: str, positions: dict[str, int], replica: str) -> FakeMessages:
+        self._bus = FakeMessages(positions)
+        self._speak()
+        return self._bus
+
+    def repeat(self, request: InferenceRequest) -> None:
+        """Says the steps once more, for a stream that was accepted before."""
+        self._unsaid.append(request.request_id)
+        self._speak()
+
+    def _speak(self) -> None:
+        if self._bus is None:
+            return
+        while self._unsaid:
+            name = self._unsaid.pop(0)
+            for step in self.steps:
+                if isinstance(step, Exception):
+                    self._bus.fail(step)
+                else:
+                    self._bus.say(wire.Part(name, step.deltas, step.terminal))
+
+    async def cancel(self, names: tuple[str, ...], replica: str) -> None:
+        self.cancels += names
+
+    async def renew(self, ingress: str, replica: str) -> None:
+        raise NotImplementedError
+
+    async def attach(self, name: str, ingress: str, replica: str) -> bytes:
+        raise NotImplementedError
 
     async def info(self) -> bytes:
         self.num_info_calls += 1
@@ -185,17 +186,29 @@ class FakeCache:
 MISSED = wire.encode(wire.LookupReply(outcome=CacheOutcome(reason="no equal prompt")))
 
 
-def graph_over(
-    model: FakeModel, cache: FakeCache | None = None, clock: Any = None, **timeouts: float
-) -> Graph:
-    limits = {"lookup_timeout_s": PATIENCE_S, "accept_timeout_s": PATIENCE_S, **timeouts}
-    return Graph(model, cache, **limits, **({} if clock is None else {"clock": clock}))
+Build = Callable[..., Graph]
+
+
+@pytest.fixture
+async def graph_over() -> AsyncIterator[Callable[..., Graph]]:
+    """Builds graphs that are closed after the test; a replica that is lost ends its streams."""
+    graphs: list[Graph] = []
+
+    def build(model: FakeModel, cache: CachePort | None = None, **options: Any) -> Graph:
+        board = ReplicaBoard()
+        board.set_replicas(["m1"])
+        graphs.append(stack_graph(model, cache, board, **{"max_failovers": 0, **options}))
+        return graphs[-1]
+
+    yield build
+    for graph in graphs:
+        await graph.close()
 
 
 # ------------------------------------------------------------------ the way of a miss
 
 
-async def test_a_miss_is_generated_and_kept_after_its_natural_end() -> None:
+async def test_a_miss_is_generated_and_kept_after_its_natural_end(graph_over: Build) -> None:
     model, cache = FakeModel(), FakeCache(MISSED)
     stream = await answer(graph_over(model, cache), ask())
     assert stream.log.text == "Hello"
@@ -211,37 +224,45 @@ async def test_a_miss_is_generated_and_kept_after_its_natural_end() -> None:
 @pytest.mark.parametrize(
     "steps",
     [
-        [accepted(), said("He"), ended("cancelled")],
-        [accepted(), said("He"), ended("tool_calls")],
-        [accepted(), said("He"), ended("error")],
-        [accepted(), said("He"), ConnectionError("replica died")],
-        [accepted(), said("He")],
-        [accepted(revision="rev-2"), said("He"), ended("stop")],
+        [said("He"), ended("cancelled")],
+        [said("He"), ended("tool_calls")],
+        [said("He"), ended("error")],
+        [said("He"), DIES],
     ],
-    ids=["cancelled", "tool calls", "error", "death", "no terminal", "other revision"],
+    ids=["cancelled", "tool calls", "error", "death"],
 )
-async def test_an_answer_that_did_not_end_by_itself_is_not_kept(steps: list[Step]) -> None:
+async def test_an_answer_that_did_not_end_by_itself_is_not_kept(
+    graph_over: Build, steps: list[Step]
+) -> None:
     cache = FakeCache(MISSED)
     await answer(graph_over(FakeModel(steps), cache), ask())
     assert cache.stores == []
 
 
-async def test_an_answer_that_its_limit_cut_is_kept_as_such() -> None:
+async def test_the_answer_of_another_model_than_was_told_is_not_kept(graph_over: Build) -> None:
     cache = FakeCache(MISSED)
-    await answer(graph_over(FakeModel([accepted(), said("He"), ended("length")]), cache), ask())
+    await answer(graph_over(FakeModel(reply=accepted(revision="rev-2")), cache), ask())
+    assert cache.stores == []
+
+
+async def test_an_answer_that_its_limit_cut_is_kept_as_such(graph_over: Build) -> None:
+    cache = FakeCache(MISSED)
+    await answer(graph_over(FakeModel([said("He"), ended("length")]), cache), ask())
     assert [stored.is_truncated for stored in cache.stores] == [True]
 
 
-async def test_an_answer_is_kept_though_the_replica_dies_after_its_last_record() -> None:
+async def test_an_answer_is_kept_though_the_replica_dies_after_its_last_record(
+    graph_over: Build,
+) -> None:
     cache = FakeCache(MISSED)
-    steps = [accepted(), said("He"), ended(), ConnectionError("replica died")]
+    steps: list[Step] = [said("He"), ended(), DIES]
     stream = await answer(graph_over(FakeModel(steps), cache), ask())
     assert stream.log.terminal is not None
     assert stream.log.terminal.finish_reason == "stop"
     assert len(cache.stores) == 1
 
 
-async def test_a_failing_store_leaves_the_answer_alone() -> None:
+async def test_a_failing_store_leaves_the_answer_alone(graph_over: Build) -> None:
     graph = graph_over(FakeModel(), FakeCache(MISSED, store_error=ConnectionError("gone")))
     assert (await answer(graph, ask())).log.text == "Hello"
     assert graph.cache_errors_total == 1
@@ -259,7 +280,7 @@ async def test_a_failing_store_leaves_the_answer_alone() -> None:
     ],
 )
 async def test_the_policy_says_who_may_look_up_and_store(
-    policy: str, temperature: float, looks_up: bool, stores: bool
+    graph_over: Build, policy: str, temperature: float, looks_up: bool, stores: bool
 ) -> None:
     cache = FakeCache(MISSED)
     await answer(graph_over(FakeModel(), cache), ask(cache=policy, temperature=temperature))
@@ -267,7 +288,7 @@ async def test_the_policy_says_who_may_look_up_and_store(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-async def test_only_from_the_cache_means_no_model(temperature: float) -> None:
+async def test_only_from_the_cache_means_no_model(graph_over: Build, temperature: float) -> None:
     model = FakeModel()
     with pytest.raises(CacheMiss):
         await graph_over(model, FakeCache(MISSED)).open_stream(
@@ -275,7 +296,7 @@ async def test_only_from_the_cache_means_no_model(temperature: float) -> None:
         )
     with pytest.raises(CacheMiss):
         await graph_over(model).open_stream(ask(cache="only", temperature=temperature))
-    assert model.records == []
+    assert model.submits == []
 
 
 # ------------------------------------------------------------------ hits, and caches that fail
@@ -290,7 +311,9 @@ def hit(outcome: CacheOutcome) -> bytes:
 
 
 @pytest.mark.parametrize("outcome", ["exact", "semantic"])
-async def test_a_hit_is_replayed_with_its_own_usage_and_the_time_of_now(outcome: Any) -> None:
+async def test_a_hit_is_replayed_with_its_own_usage_and_the_time_of_now(
+    graph_over: Build, outcome: Any
+) -> None:
     clock = FakeClock()
     marked = CacheOutcome(outcome=outcome, tier="L2", similarity=0.97, age_s=5.0)
     model, cache = FakeModel(), FakeCache(hit(marked))
@@ -301,7 +324,7 @@ async def test_a_hit_is_replayed_with_its_own_usage_and_the_time_of_now(outcome:
             return await super().lookup(payload)
 
     cache = LateCache(cache.reply)
-    stream = await graph_over(model, cache, clock).open_stream(ask())
+    stream = await graph_over(model, cache, clock=clock).open_stream(ask())
     assert stream.log.text == "Bonjour"
     assert [delta.seq for delta in stream.log.deltas] == [0, 2]
     assert stream.cache == marked
@@ -309,7 +332,7 @@ async def test_a_hit_is_replayed_with_its_own_usage_and_the_time_of_now(outcome:
     assert stream.log.terminal.usage == USAGE
     assert stream.log.terminal.timing.total_ms == pytest.approx(4.0)
     assert stream.log.terminal.timing.ttft_ms == pytest.approx(4.0)
-    assert model.records == []
+    assert model.submits == []
     stream.cancel()
     assert stream.log.terminal.finish_reason == "stop"
     assert cache.stores == []
@@ -340,7 +363,9 @@ def falling_numbers() -> bytes:
     ],
     ids=["down", "empty", "rubbish", "rubbish within", "numbers that fall", "hangs"],
 )
-async def test_a_cache_that_fails_is_a_miss(reply: bytes | Exception | None, reason: str) -> None:
+async def test_a_cache_that_fails_is_a_miss(
+    graph_over: Build, reply: bytes | Exception | None, reason: str
+) -> None:
     graph = graph_over(FakeModel(), FakeCache(reply), lookup_timeout_s=0.02)
     stream = await answer(graph, ask())
     assert stream.log.text == "Hello"
@@ -348,52 +373,78 @@ async def test_a_cache_that_fails_is_a_miss(reply: bytes | Exception | None, rea
     assert graph.cache_errors_total == 1
 
 
+@pytest.mark.parametrize(
+    "reply", [ConnectionError("no replica"), b"\xc1rubbish", None], ids=["down", "rubbish", "hangs"]
+)
+async def test_a_cache_that_goes_on_failing_is_left_alone_until_it_is_well(
+    graph_over: Build, reply: bytes | Exception | None
+) -> None:
+    clock = FakeClock()
+    cache = FakeCache(reply)
+    graph = graph_over(FakeModel(), cache, clock=clock, lookup_timeout_s=0.05)
+    for number in range(10):
+        stream = await answer(graph, ask(f"question {number}"))
+        assert stream.log.text == "Hello"
+        assert stream.cache.outcome == "miss"
+    assert len(cache.lookups) == 5
+    assert stream.cache.reason == "cache is switched off for a moment"
+    assert graph.own_stats().breaker["state"] == "open"
+    clock.now += 5
+    await answer(graph, ask("is it well again?"))
+    await eventually(lambda: graph.own_stats().breaker["state"] == "open")
+    await answer(graph, ask("not yet"))
+    assert len(cache.lookups) == 6
+    clock.now += 10
+    cache.reply = hit(CacheOutcome(outcome="exact", tier="L2"))
+    for number in range(3):
+        stream = await answer(graph, ask(f"question {number}"))
+        assert stream.cache.outcome == "exact"
+    assert graph.own_stats().breaker["state"] == "closed"
+    assert len(cache.lookups) == 9
+
+
 # ------------------------------------------------------------------ models that fail
 
 
-async def test_a_refusal_keeps_its_code_and_its_figures() -> None:
-    refusal = ContextLengthExceeded("prompt has 9 tokens, the model takes 8", limit=8).info
-    model = FakeModel([wire.StreamRecord(refused=refusal)])
+async def test_a_refusal_keeps_its_code_and_its_figures(graph_over: Build) -> None:
+    error = ContextLengthExceeded("prompt has 9 tokens, the model takes 8", limit=8)
+    model = FakeModel(reply=refused(error))
     with pytest.raises(ContextLengthExceeded, match="prompt has 9 tokens") as caught:
         await graph_over(model).open_stream(ask())
     assert caught.value.limit == 8
 
 
 @pytest.mark.parametrize(
-    ("steps", "error"),
-    [
-        ([ConnectionError("died")], Overloaded),
-        ([], Overloaded),
-        ([HANGS], Overloaded),
-        ([b"\xc1"], InternalError),
-        ([said("no acceptance")], InternalError),
-    ],
-    ids=["dies", "says nothing", "hangs", "rubbish", "does not accept"],
+    "reply",
+    [ConnectionError("died: secret"), b"\xc1", HANGS, refused(Overloaded("full"))],
+    ids=["dies", "rubbish", "hangs", "full"],
 )
-async def test_a_model_that_does_not_accept_ends_the_request_at_once(
-    steps: list[Step], error: type[ServingError]
+async def test_a_model_that_does_not_accept_ends_the_request(
+    graph_over: Build, reply: Reply
 ) -> None:
-    model = FakeModel(steps)
-    with pytest.raises(error) as caught:
+    model = FakeModel(reply=reply)
+    with pytest.raises(Overloaded) as caught:
         await graph_over(model, accept_timeout_s=0.02).open_stream(ask())
     assert caught.value.retryable
-    assert (caught.value.retry_after_s is not None) == (error is Overloaded)
-    assert model.records[0].cancels > 0
+    assert "secret" not in caught.value.message
+    assert model.num_given_up == (reply == HANGS)
 
 
 @pytest.mark.parametrize(
     "last",
-    [ConnectionError("died: secret"), b"\xc1", said("again"), None],
-    ids=["dies", "rubbish", "numbers that fall", "no terminal"],
+    [DIES, said("again", start=9), ended("error", Overloaded("the engine is shutting down"))],
+    ids=["dies", "a hole", "shuts down"],
 )
 async def test_a_model_that_fails_in_mid_stream_leaves_the_text_and_one_error(
-    last: Step | None,
+    graph_over: Build, last: Step
 ) -> None:
     clock = FakeClock()
-    steps: list[Step] = [accepted(), said("He", "llo"), *([] if last is None else [last])]
-    model = FakeModel(steps)
+    model = FakeModel([said("He", "llo")])
     stream = await graph_over(model, clock=clock).open_stream(ask())
+    await stream.log.cursor().wait()
     clock.now += 1.5
+    model.steps = [last]
+    model.repeat(stream.request)
     terminal = await terminal_of(stream.log)
     assert stream.log.text == "Hello"
     assert terminal.finish_reason == "error"
@@ -403,35 +454,54 @@ async def test_a_model_that_fails_in_mid_stream_leaves_the_text_and_one_error(
     assert "secret" not in terminal.error.message
     assert terminal.usage == Usage(prompt_tokens=3, completion_tokens=2)
     assert terminal.timing.total_ms == pytest.approx(1500)
-    assert model.records[0].cancels > 0
+
+
+async def test_numbers_that_come_again_are_passed_over(graph_over: Build) -> None:
+    model = FakeModel([said("He", "llo"), said("He", "llo", "!"), ended()])
+    stream = await answer(graph_over(model), ask())
+    assert stream.log.text == "Hello!"
+
+
+async def test_no_more_requests_are_taken_than_may_be_pending(graph_over: Build) -> None:
+    model = FakeModel([said("He")])
+    graph = graph_over(model, max_pending=2)
+    streams = [await graph.open_stream(ask(f"question {i}")) for i in range(2)]
+    with pytest.raises(Overloaded, match="2 requests are running or waiting") as caught:
+        await graph.open_stream(ask("one more"))
+    assert caught.value.limit == 2
+    streams[0].cancel()
+    await graph.open_stream(ask("one more"))
+    assert len(model.submits) == 3
 
 
 # ------------------------------------------------------------------ cancelling
 
 
-async def test_a_cancel_before_the_first_record_reaches_the_model() -> None:
-    model = FakeModel([HANGS])
+async def test_a_cancel_before_the_reply_reaches_the_model(graph_over: Build) -> None:
+    model = FakeModel(reply=HANGS)
     opening = asyncio.create_task(graph_over(model).open_stream(ask()))
-    await eventually(lambda: model.records)
+    await eventually(lambda: model.submits)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
-    assert model.records[0].cancels > 0
+    await eventually(lambda: model.num_given_up == 1)
 
 
-async def test_a_cancel_in_the_look_up_starts_no_model() -> None:
+async def test_a_cancel_in_the_look_up_starts_no_model(graph_over: Build) -> None:
     model, cache = FakeModel(), FakeCache(None)
     opening = asyncio.create_task(graph_over(model, cache).open_stream(ask()))
     await eventually(lambda: cache.lookups)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
-    assert model.records == []
+    assert model.submits == []
 
 
 @pytest.mark.parametrize("has_text", [False, True])
-async def test_a_cancel_ends_the_log_at_once_and_for_good(has_text: bool) -> None:
-    model = FakeModel([accepted(), said("He", "llo"), HANGS])
+async def test_a_cancel_ends_the_log_at_once_and_for_good(
+    graph_over: Build, has_text: bool
+) -> None:
+    model = FakeModel([said("He", "llo")] if has_text else [])
     cache = FakeCache(MISSED)
     graph = graph_over(model, cache)
     stream = await graph.open_stream(ask())
@@ -443,14 +513,13 @@ async def test_a_cancel_ends_the_log_at_once_and_for_good(has_text: bool) -> Non
     assert terminal.finish_reason == "cancelled"
     assert terminal.usage == Usage(prompt_tokens=3, completion_tokens=2 if has_text else 0)
     stream.cancel()
-    await eventually(lambda: not graph._background)
+    await eventually(lambda: model.cancels == [stream.request.request_id])
     assert stream.log.terminal is terminal
     assert stream.log.next_seq == terminal.usage.completion_tokens
-    assert model.records[0].cancels > 0
     assert cache.stores == []
 
 
-async def test_a_cancel_after_the_end_changes_nothing() -> None:
+async def test_a_cancel_after_the_end_changes_nothing(graph_over: Build) -> None:
     cache = FakeCache(MISSED)
     stream = await answer(graph_over(FakeModel(), cache), ask())
     stream.cancel()
@@ -462,29 +531,59 @@ async def test_a_cancel_after_the_end_changes_nothing() -> None:
 # ------------------------------------------------------------------ which model
 
 
-async def test_another_model_is_not_found() -> None:
+async def test_another_model_is_not_found(graph_over: Build) -> None:
     model = FakeModel()
     with pytest.raises(ModelNotFound, match="maker/other") as caught:
         await graph_over(model).open_stream(ask(model="maker/other"))
     assert caught.value.param == "model"
-    assert model.records == []
+    assert model.submits == []
 
 
-async def test_the_model_is_asked_what_it_is_now_and_then() -> None:
+OTHER_INFO = wire.ModelInfo(id="new", revision="r", context_length=1, created=1, backend="mock")
+
+
+async def test_the_model_is_asked_what_it_is_now_and_then(graph_over: Build) -> None:
     model, clock = FakeModel(), FakeClock()
     graph = graph_over(model, clock=clock)
     for _ in range(3):
         await answer(graph, ask())
     assert model.num_info_calls == 1
     clock.now += INFO_MAX_AGE_S
-    model.info_bytes = wire.encode(
-        wire.ModelInfo(id="new", revision="r", context_length=1, created=1, backend="mock")
-    )
+    model.info_bytes = wire.encode(OTHER_INFO)
     assert (await graph.model_info()).id == "new"
     assert model.num_info_calls == 2
 
 
-async def test_readiness_asks_every_time_and_tells_of_a_model_that_does_not_answer() -> None:
+async def test_what_the_model_was_holds_while_nobody_tells_what_it_is(
+    graph_over: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.graph.INFO_PATIENCE_S", 0.01)
+    model, clock = FakeModel(), FakeClock()
+    graph = graph_over(model, clock=clock)
+    await answer(graph, ask())
+    clock.now += INFO_MAX_AGE_S
+    model.info_error = ConnectionError("no replica")
+    assert (await answer(graph, ask())).log.text == "Hello"
+    told = asyncio.Event()
+
+    async def hang() -> bytes:
+        model.num_info_calls += 1
+        await told.wait()
+        return wire.encode(OTHER_INFO)
+
+    model.info = hang  # type: ignore[method-assign]
+    num_calls = model.num_info_calls
+    for _ in range(3):
+        assert (await answer(graph, ask())).log.text == "Hello"
+    assert model.num_info_calls == num_calls + 1
+    told.set()
+    await eventually(lambda: graph._asking is None)
+    assert (await graph.model_info()).id == "new"
+
+
+async def test_readiness_asks_every_time_and_tells_of_a_model_that_does_not_answer(
+    graph_over: Build,
+) -> None:
     model = FakeModel()
     graph = graph_over(model)
     await graph.check_ready()
@@ -495,7 +594,7 @@ async def test_readiness_asks_every_time_and_tells_of_a_model_that_does_not_answ
         await graph.check_ready()
 
 
-async def test_stats_leave_out_who_does_not_answer() -> None:
+async def test_stats_leave_out_who_does_not_answer(graph_over: Build) -> None:
     stats = await graph_over(FakeModel(), FakeCache()).stats()
     assert (list(stats.models), list(stats.caches)) == ([{"running": 0}], [])
 
@@ -755,7 +854,7 @@ async def test_opposite_and_recounted_questions_are_told_apart_however_alike() -
                 assert text in reply.log.text
 
 
-async def test_one_who_asks_again_at_once_hits_though_the_store_is_slow() -> None:
+async def test_one_who_asks_again_at_once_hits_though_the_store_is_slow(graph_over: Build) -> None:
     stored = asyncio.Event()
 
     class SlowStore:
@@ -776,9 +875,7 @@ async def test_one_who_asks_again_at_once_hits_though_the_store_is_slow() -> Non
         async def stats(self) -> list[dict[str, Any]]:
             return []
 
-    graph = Graph(
-        FakeModel(), SlowStore(), lookup_timeout_s=PATIENCE_S, accept_timeout_s=PATIENCE_S
-    )
+    graph = graph_over(FakeModel(), SlowStore())
     first = await graph.open_stream(ask())
     await terminal_of(first.log)
     again = asyncio.create_task(graph.open_stream(ask()))

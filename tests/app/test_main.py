@@ -40,3 +40,45 @@ def test_values_that_do_not_go_together_are_named(tmp_path: Path) -> None:
 def test_an_unknown_key_stops_the_build() -> None:
     with pytest.raises(SettingsError, match="cashe: unknown key"):
         build({**MOCK, "cashe": {}})
+
+
+def deployments_of(args: dict[str, Any], home: Path) -> dict[str, Any]:
+    built = build({"home": str(home), **MOCK, **args})
+    ingress = built._bound_deployment
+    model = ingress.init_args[1]._bound_deployment
+    return {"Ingress": ingress._deployment_config, "Model": model._deployment_config}
+
+
+def test_replica_counts_are_fixed_as_shipped(tmp_path: Path) -> None:
+    for config in deployments_of({}, tmp_path).values():
+        assert config.autoscaling_config is None
+        assert config.num_replicas == 1
+
+
+def test_autoscaling_gives_the_model_bounds_and_the_work_policy(tmp_path: Path) -> None:
+    scaling = {"enabled": True, "min_replicas": 2, "max_replicas": 5, "surge_waiting": 7.0}
+    alert = {"alert_url": "http://alerts.example.org/hook"}
+    configs = deployments_of({"autoscaling": scaling | alert}, tmp_path)
+    assert configs["Ingress"].autoscaling_config is None
+    config = configs["Model"].autoscaling_config
+    assert (config.min_replicas, config.max_replicas, config.target_ongoing_requests) == (2, 5, 16)
+    kwargs = config.policy.policy_kwargs
+    assert kwargs["rules"]["surge"]["waiting"] == 7
+    assert kwargs["alert"]["url"] == alert["alert_url"]
+
+
+def test_the_ingress_moves_only_where_it_is_asked_to(tmp_path: Path) -> None:
+    configs = deployments_of({"ingress": {"max_replicas": 3}}, tmp_path)
+    assert configs["Model"].autoscaling_config is None
+    config = configs["Ingress"].autoscaling_config
+    assert (config.min_replicas, config.max_replicas) == (1, 3)
+    assert config.policy.policy_kwargs["rules"]["target_tokens_per_replica"] is None
+
+
+def test_bounds_out_of_order_are_named() -> None:
+    for args, named in (
+        ({"autoscaling": {"min_replicas": 3, "max_replicas": 2}}, "autoscaling.*max_replicas is 2"),
+        ({"ingress": {"num_replicas": 3, "max_replicas": 2}}, "ingress.*max_replicas is 2"),
+    ):
+        with pytest.raises(SettingsError, match=named):
+            build(args)

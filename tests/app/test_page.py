@@ -30,6 +30,11 @@ async def page(browser: Browser) -> AsyncIterator[Page]:
         yield page
 
 
+async def listen(peer: Peer) -> None:
+    while True:
+        await peer.receive()
+
+
 async def ask(page: Page, question: str) -> None:
     await page.get_by_test_id("prompt").fill(question)
     await page.get_by_test_id("prompt").press("Enter")
@@ -208,11 +213,44 @@ async def test_pings_are_answered_and_a_repeated_seq_is_dropped(page: Page) -> N
         await expect(page.get_by_test_id("reply-text")).to_have_text("one two")
 
 
+@pytest.mark.parametrize("how", ["cut", "drain"])
+async def test_a_reply_goes_on_over_another_connection(page: Page, how: str) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.send(**HELLO)
+        if len(server.peers) == 1:
+            request = await peer.expect("INFER_REQ")
+            await peer.ack(request["id"])
+            await peer.chunk(request["id"], 0, "The capi")
+            if how == "cut":
+                return peer.abort()
+            await peer.send("DRAIN", deadline_s=60.0)
+            return await listen(peer)
+        resume = await peer.expect("RESUME")
+        assert (resume["stream"], resume["last_seq"]) == (f"token-{resume['id']}", 0)
+        if len(server.peers) == 2:
+            busy = {"code": "overloaded", "message": "busy", "retryable": True}
+            await peer.send("ERROR", id=resume["id"], **busy)
+            resume = await peer.expect("RESUME")
+            return peer.abort()
+        await peer.ack(resume["id"])
+        await peer.chunk(resume["id"], 0, "The capi")
+        await peer.chunk(resume["id"], 1, "tal")
+        await peer.done(resume["id"], 2)
+        return await listen(peer)
+
+    async with fake_server(script) as server:
+        await page.goto(server.http_url)
+        await ask(page, QUESTION)
+        await expect(page.get_by_test_id("chip-finish")).to_have_text("stop")
+        await expect(page.get_by_test_id("reply-text")).to_have_text("The capital")
+        assert len(server.peers) == 3
+
+
 async def test_a_lost_connection_is_shown_and_the_next_prompt_connects_again(page: Page) -> None:
     async def script(peer: Peer) -> None:
         if len(server.peers) > 1:
             return await answering(peer)
-        await peer.send(**HELLO)
+        await peer.send(**{**HELLO, "resume_window_s": 0})
         request = await peer.expect("INFER_REQ")
         await peer.ack(request["id"])
         await peer.chunk(request["id"], 0, "The capi")

@@ -297,5 +297,5 @@ async def test_a_client_that_leaves_stops_its_generation(is_stream: bool) -> Non
             await until_metrics(site, requests_running=1)
         writer.transport.abort()
         samples = await until_metrics(site, requests_running=0, requests_waiting=0)
-        assert samples["requests_total[cancelled]"] == 1
+        assert samples["requests_total[disconnected][miss]"] == 1
         await stack.until_idle()

@@ -80,8 +80,17 @@ async def test_the_metrics_agree_with_what_was_run() -> None:
         assert (await complete("no", stop_token_ids=[10**6])).status_code == 400
         samples = await until_metrics(site, cache_stores_total=2)
         usages = [reply.json()["usage"] for reply in (replies[0], *replies[2:])]
-        assert samples["requests_total[stop]"] == 1
-        assert samples["requests_total[length]"] == 2
+        outcomes = {
+            "stop][miss": 1,
+            "stop][exact": 1,
+            "length][miss": 2,
+            "refused][miss": 1,
+        }
+        for labels, count in outcomes.items():
+            assert samples[f"requests_total[{labels}]"] == count
+        assert (
+            sum(value for name, value in samples.items() if name.startswith("requests_total[")) == 5
+        )
         assert samples["generated_tokens_total"] == sum(u["completion_tokens"] for u in usages)
         assert samples["prompt_tokens_total"] == sum(u["prompt_tokens"] for u in usages)
         assert samples["cache_lookups_total[exact]"] == 1
@@ -94,7 +103,10 @@ async def test_the_metrics_agree_with_what_was_run() -> None:
 async def test_gauges_fall_to_zero_when_every_stream_was_dropped() -> None:
     num_streams = 6
     options: dict[str, Any] = {"max_num_seqs": 4, "max_waiting": 2, "token_interval_s": 0.002}
-    async with running_stack(talks_on, **options) as stack, on_air(stack.graph) as site:
+    async with (
+        running_stack(talks_on, **options) as stack,
+        on_air(stack.graph, limits={"resume_window_s": 0}) as site,
+    ):
         async with talking(site.infer_url) as talker:
             for i in range(num_streams):
                 await talker.ask(f"r{i}")
@@ -106,6 +118,6 @@ async def test_gauges_fall_to_zero_when_every_stream_was_dropped() -> None:
             samples = await until_metrics(
                 site, requests_running=0, requests_waiting=0, open_connections=0
             )
-        assert samples["requests_total[cancelled]"] == num_streams
-        assert samples["requests_total[refused]"] == 1
-        assert "requests_total[stop]" not in samples
+        assert samples["requests_total[disconnected][miss]"] == num_streams
+        assert samples["requests_total[refused][miss]"] == 1
+        assert "requests_total[stop][miss]" not in samples

@@ -398,3 +398,42 @@ def test_a_cut_answer_and_the_whole_one_keep_their_places(cache):
     assert cache.lookup_exact(key_of(FRANCE, max_tokens=8)).answer.payload == b"cut"
     assert cache.lookup_exact(key_of(FRANCE)).answer.payload == b"whole"
     assert cache.lookup_semantic(key_of(REWORDED), NEAR).answer.payload == b"whole"
+
+
+def damage(cache, key):
+    answer = cache._entries[key.exact].answer
+    object.__setattr__(answer, "payload", answer.payload[:-1] + b"?")
+
+
+def test_a_damaged_answer_is_removed_and_never_given(cache):
+    for look_up in (cache.lookup_exact, lambda key: cache.lookup_semantic(key, NEAR)):
+        cache.store(key_of(FRANCE), answer_of(), NEAR)
+        damage(cache, key_of(FRANCE))
+        assert not isinstance(look_up(key_of(FRANCE)), Hit)
+        stats = cache.stats()
+        assert (stats.entries, stats.bytes, len(cache._index)) == (0, 0, 0)
+    assert cache.stats().errors == 2
+
+
+def test_a_damaged_answer_is_stored_anew(cache):
+    cache.store(key_of(FRANCE), answer_of(), NEAR)
+    damage(cache, key_of(FRANCE))
+    assert cache.lookup_exact(key_of(FRANCE)) is None
+    cache.store(key_of(FRANCE), answer_of(), NEAR)
+    assert isinstance(cache.lookup_exact(key_of(FRANCE)), Hit)
+
+
+def test_the_next_candidate_is_given_in_place_of_a_damaged_one(cache):
+    cache.store(key_of(FRANCE), answer_of("first"), NEAR)
+    cache.store(key_of(f"{FRANCE}!"), answer_of("second"), near(0.99))
+    damage(cache, key_of(FRANCE))
+    hit = cache.lookup_semantic(key_of(REWORDED), NEAR)
+    assert isinstance(hit, Hit)
+    assert hit.answer.payload == b"second"
+
+
+def test_a_damaged_only_candidate_is_told_as_the_reason(cache):
+    cache.store(key_of(FRANCE), answer_of(), NEAR)
+    damage(cache, key_of(FRANCE))
+    miss = cache.lookup_semantic(key_of(REWORDED), NEAR)
+    assert miss == Miss(pytest.approx(1.0), "stored answer was damaged")

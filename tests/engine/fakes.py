@@ -22,6 +22,7 @@ SMALL = EngineConfig(
     max_num_seqs=4,
     max_num_batched_tokens=20,
     prefill_chunk_tokens=16,
+    prefix_block_tokens=8,
     max_waiting=8,
     num_threads=1,
     device="cpu",

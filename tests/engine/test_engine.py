@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deployments.engine.engine import Engine
+from deployments.engine.preparation import prepare
 from deployments.engine.sampler import Sampler
-from deployments.engine.sequence import Sequence, prepare
+from deployments.engine.sequence import Sequence, SequenceState
 from protocol.errors import ContextLengthExceeded, DuplicateId, InvalidRequest, Overloaded
 from protocol.request import InferenceRequest, Message, SamplingParams
 from tests.engine.fakes import (
@@ -198,6 +203,58 @@ def test_a_running_stream_gets_a_token_in_every_step_while_long_prompts_arrive()
             engine.add(sequence("long prompt " * 8, max_tokens=1))
         emissions = engine.step()
         assert [d.text for e in emissions if e.seq is stream for d in e.deltas] == ["y"]
+
+
+def test_a_steady_arrival_of_long_prompts_neither_stops_a_stream_nor_piles_up() -> None:
+    config = replace(SMALL, max_waiting=6, max_waiting_tokens=300)
+    engine, _ = scripted_engine("y" * 90, config=config)
+    stream = sequence(max_tokens=90)
+    engine.add(stream)
+    numbers, refused, ended = itertools.count(), 0, 0
+    for _ in range(90):
+        for _ in range(2):
+            prompt = [next(numbers) % 250 for _ in range(100)]
+            try:
+                engine.add(sequence(prompt, max_tokens=1))
+            except Overloaded:
+                refused += 1
+        emissions = engine.step()
+        assert [d.text for e in emissions if e.seq is stream for d in e.deltas] == ["y"]
+        ended += sum(e.terminal is not None for e in emissions)
+        assert engine.stats().waiting <= 6
+        assert engine.stats().waiting_tokens <= 300
+    assert stream.state is SequenceState.FINISHED
+    assert ended > 5, "the newcomers are served too"
+    assert refused > 100
+
+
+def test_of_thirty_at_the_same_moment_two_run_and_two_wait() -> None:
+    engine, _ = scripted_engine("ok", config=replace(SMALL, max_num_seqs=2, max_waiting=2))
+    accepted = []
+    for _ in range(30):
+        seq = sequence()
+        with contextlib.suppress(Overloaded):
+            engine.add(seq)
+            accepted.append(seq)
+    assert len(accepted) == 4
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (2, 2)
+    collector = run_to_end(engine)
+    assert [collector[seq].terminal.finish_reason for seq in accepted] == ["stop"] * 4
+
+
+def test_a_tenants_backlog_does_not_hold_up_anothers_first_request() -> None:
+    config = replace(SMALL, max_num_seqs=1, max_waiting=20)
+    engine, _ = scripted_engine("ok", config=config)
+    backlog = [sequence() for _ in range(8)]
+    for seq in backlog:
+        engine.add(seq)
+    engine.step()
+    other = sequence()
+    other.tenant = "b"
+    engine.add(other)
+    ended = [e.seq for _ in range(30) for e in engine.step() if e.terminal is not None]
+    assert ended.index(other) <= 2
 
 
 def test_the_queue_is_bounded_and_a_refusal_leaves_the_others_alone() -> None:
@@ -402,6 +459,47 @@ def test_stats_count_each_request_once_and_agree_with_usage() -> None:
     assert stats.prompt_tokens_total == sum(u.prompt_tokens for u in usage[:3])
     assert stats.steps_total > 0
     assert stats.last_step_monotonic_s == clock()
+
+
+@given(
+    moves=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 9), st.sampled_from("addssssc")), max_size=40
+    )
+)
+def test_the_work_that_is_left_is_always_the_sum_over_all_live_requests(
+    moves: list[tuple[int, int, str]],
+) -> None:
+    clock = FakeClock()
+    engine, _ = scripted_engine("hello", config=replace(SMALL, prefix_block_tokens=4), clock=clock)
+    seqs: list[Sequence] = []
+
+    def check() -> None:
+        stats = engine.stats()
+        live = [seq for seq in seqs if seq.state is not SequenceState.FINISHED]
+        assert stats.tokens == sum(seq.num_tokens_left for seq in live)
+        assert stats.waiting_tokens == sum(
+            len(seq.prompt_token_ids) for seq in live if seq.state is SequenceState.WAITING
+        )
+        assert stats.running + stats.waiting == len(live)
+
+    for length, limit, move in moves:
+        if move in "ad":
+            deadline_s = clock() + limit / 2 if move == "d" else None
+            seq = sequence([length % 3] * length, max_tokens=limit, deadline_s=deadline_s)
+            with contextlib.suppress(Overloaded):
+                engine.add(seq)
+                seqs.append(seq)
+        elif move == "c" and seqs:
+            seqs[length % len(seqs)].is_abandoned = True
+        clock.advance(0.5)
+        engine.step()
+        check()
+    for seq in seqs:
+        seq.is_abandoned = True
+    engine.step()
+    check()
+    assert engine.stats().tokens == 0
+    assert engine.admission.num_held == 0
 
 
 # From a request to a sequence

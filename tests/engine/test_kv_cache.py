@@ -16,7 +16,8 @@ def test_a_short_sequence_takes_pages_and_not_its_whole_slot() -> None:
     layers = [LayerShape(num_kv_heads=3, key_size=64, value_size=64)] * 8
     limits = KVLimits(max_num_seqs=16, max_model_len=8192)
     before = psutil.Process().memory_info().rss
-    cache = KVCache(layers, limits, dtype=torch.float32, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    cache = KVCache(layers, limits, dtype=torch.float32, device=cpu, block_tokens=32)
     for tensor in (*cache.keys, *cache.values):
         for slot in range(limits.max_num_seqs):
             tensor[slot * limits.max_model_len] = 1.0

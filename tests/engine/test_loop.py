@@ -239,10 +239,48 @@ def test_the_heartbeat_ages_only_while_a_step_hangs() -> None:
         assert loop.is_healthy
         clock.advance(SMALL.stall_after_s + 1)
         assert loop.heartbeat_age_s() == SMALL.stall_after_s + 1
+        assert loop.stats().stalled_s == SMALL.stall_after_s + 1
         assert not loop.is_healthy
         gate.open()
         reader.terminal()
         assert loop.is_healthy
+        clock.advance(1000)
+        assert loop.stats().stalled_s == 0
+
+
+def test_all_gauges_fall_to_zero_when_everyone_leaves_and_nobody_comes() -> None:
+    config = replace(SMALL, max_model_len=100_100, max_waiting=40)
+    with running("x" * 100_000, config=config) as (loop, runner):
+        seqs = [sequence("p" * 50, max_tokens=100_000) for _ in range(30)]
+        readers = [submit(loop, seq) for seq in seqs]
+        readers[0].wait_for_text()
+        before = loop.stats()
+        assert before.running + before.waiting == 30
+        assert before.tokens > 29 * 100_000
+        assert before.waiting_tokens == 50 * before.waiting
+        for seq in seqs:
+            loop.abort(seq)
+        assert all(reader.terminal().finish_reason == "cancelled" for reader in readers)
+        after = loop.stats()
+        assert (after.running, after.waiting, after.tokens, after.waiting_tokens) == (0, 0, 0, 0)
+        assert after.stalled_s == 0
+        assert after.finished_total == {"cancelled": 30}
+        assert runner.held == set()
+
+
+def test_work_in_the_inbox_is_counted() -> None:
+    gate = Gate()
+    with running(fault=gate) as (loop, _):
+        first = submit(loop, sequence("abc", max_tokens=5))
+        assert gate.entered.wait(WAIT_S)
+        second = submit(loop, sequence("defg", max_tokens=6))
+        stats = loop.stats()
+        assert (stats.running, stats.waiting, stats.waiting_tokens) == (1, 1, 4)
+        assert stats.tokens == 3 + 5 + 4 + 6
+        gate.open()
+        first.terminal()
+        second.terminal()
+        assert loop.stats().tokens == 0
 
 
 def test_close_ends_what_is_live_and_joins_the_thread() -> None:
@@ -356,6 +394,7 @@ async def test_a_sequence_abandoned_before_admission_is_dropped() -> None:
         assert terminal is not None
         assert terminal.finish_reason == "cancelled"
         assert await read(front, alive) == "hello"
+        assert front.stats().finished_total == {"cancelled": 1, "stop": 1}
 
 
 async def test_abort_ends_a_running_stream_once_and_is_harmless_after() -> None:
@@ -394,6 +433,17 @@ async def test_a_bad_request_is_refused_when_it_is_prepared() -> None:
             await front.prepare(request(prompt=""))
         with pytest.raises(InvalidRequest):
             await front.prepare(request(sampling=SamplingParams(stop_token_ids=(10**6,))))
+        with pytest.raises(InvalidRequest):
+            await front.prepare(request(), output_token_ids=[10**6])
+        assert front.stats().refused_total == 3
+
+
+async def test_a_request_is_continued_behind_what_was_answered_elsewhere() -> None:
+    async with started() as front:
+        seq = await front.prepare(request(), TOKENIZER.encode_prompt("hel"))
+        assert front.admit([seq]) == [None]
+        assert await read(front, seq) == "lo"
+        assert front.follow(seq).deltas[0].seq == 3
 
 
 async def test_a_fault_while_preparing_shows_an_incident_only(

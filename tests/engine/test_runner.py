@@ -44,6 +44,14 @@ def whole(seq: Sequence) -> tuple[Sequence, int, int]:
     return (seq, seq.num_computed_tokens, seq.num_tokens)
 
 
+def run(runner: Runner, *rows: tuple[Sequence, int, int]) -> Any:
+    """Runs rows; those that begin get their places first."""
+    for seq, start, _ in rows:
+        if start == 0:
+            assert runner.place(seq) == 0
+    return runner.run(plan(*rows))
+
+
 @pytest.fixture
 def build_model_runner() -> Iterator[Callable[..., ModelRunner]]:
     """Builds warm runners, and closes them after the test."""
@@ -73,21 +81,21 @@ def runner(request: pytest.FixtureRequest, build_model_runner: Any) -> Runner:
 
 def test_logits_come_for_the_sampled_rows_only_and_in_order(runner: Runner) -> None:
     short, long = sequence([4, 5, 6]), sequence([7] * 20)
-    logits = runner.run(plan((long, 0, 16), whole(short)))
+    logits = run(runner, (long, 0, 16), whole(short))
     assert logits.dtype == torch.float32
     assert logits.shape[0] == 1
     alone = sequence([4, 5, 6])
-    assert torch.allclose(runner.run(plan(whole(alone)))[0], logits[0], atol=1e-4)
+    assert torch.allclose(run(runner, whole(alone))[0], logits[0], atol=1e-4)
 
 
 def test_a_step_without_a_sampled_row_has_no_logits(runner: Runner) -> None:
-    assert runner.run(plan((sequence([7] * 20), 0, 16))).shape[0] == 0
+    assert run(runner, (sequence([7] * 20), 0, 16)).shape[0] == 0
 
 
 def test_released_places_can_be_used_again(runner: Runner) -> None:
     for _ in range(3):
         seqs = [sequence([i + 1, 2]) for i in range(runner.max_num_seqs)]
-        assert runner.run(plan(*map(whole, seqs))).shape[0] == len(seqs)
+        assert run(runner, *map(whole, seqs)).shape[0] == len(seqs)
         for seq in seqs:
             runner.release(seq)
 
@@ -98,12 +106,12 @@ def test_releasing_a_sequence_that_never_ran_is_harmless(runner: Runner) -> None
 
 def test_a_place_remembers_nothing_of_its_former_owner(runner: Runner) -> None:
     fresh = sequence([9, 8, 7])
-    expected = runner.run(plan(whole(fresh)))
+    expected = run(runner, whole(fresh))
     runner.release(fresh)
     former = sequence([3] * 12)
-    runner.run(plan(whole(former)))
+    run(runner, whole(former))
     runner.release(former)
-    assert torch.equal(runner.run(plan(whole(sequence([9, 8, 7])))), expected)
+    assert torch.equal(run(runner, whole(sequence([9, 8, 7]))), expected)
 
 
 # Any decoder
@@ -160,14 +168,14 @@ def test_a_nan_in_one_row_reaches_neither_neighbours_nor_the_next_owner_of_its_p
         runner = build_model_runner(tiny_models.build("llama"))
         runner.attention.is_decode_batched = is_decode_batched
         good = sequence([5, 6, 7])
-        expected = runner.run(plan(whole(good)))
+        expected = run(runner, whole(good))
         runner.release(good)
 
         bad, good = sequence([1] * 9), sequence([5, 6, 7])
-        runner.run(plan((bad, 0, 8)))
+        run(runner, (bad, 0, 8))
         for tensor in runner.cache.keys + runner.cache.values:
-            tensor[: bad.num_tokens] = float("nan")
-        logits = runner.run(plan((bad, 8, 9), whole(good)))
+            tensor[runner.cache.slot(bad) * runner.max_model_len :][:9] = float("nan")
+        logits = run(runner, (bad, 8, 9), whole(good))
         assert logits[0].isnan().any()
         assert torch.allclose(logits[1:], expected, atol=1e-4)
         runner.release(good)
@@ -175,8 +183,8 @@ def test_a_nan_in_one_row_reaches_neither_neighbours_nor_the_next_owner_of_its_p
 
         # A long neighbour makes the batched form read the whole slot under its mask.
         heir, long = sequence([5, 6, 7]), sequence([2] * 30)
-        runner.run(plan((heir, 0, 2), (long, 0, 29)))
-        logits = runner.run(plan((heir, 2, 3), (long, 29, 30)))
+        run(runner, (heir, 0, 2), (long, 0, 29))
+        logits = run(runner, (heir, 2, 3), (long, 29, 30))
         assert torch.allclose(logits[:1], expected, atol=1e-4)
 
 
@@ -185,10 +193,10 @@ def test_bfloat16_rows_are_bit_for_bit_the_same_alone_and_together(
 ) -> None:
     runner = build_model_runner(tiny_models.build("llama").to(torch.bfloat16))
     seqs = [sequence([7 + i] * (3 + i)) for i in range(4)]
-    together = runner.run(plan(*map(whole, seqs)))
+    together = run(runner, *map(whole, seqs))
     for seq in seqs:
         runner.release(seq)
-    alone = [runner.run(plan(whole(seq))) for seq in seqs]
+    alone = [run(runner, whole(seq)) for seq in seqs]
     assert torch.equal(torch.cat(alone), together)
 
 
@@ -233,9 +241,9 @@ def test_weights_load_from_a_safetensors_folder_and_from_nothing_else(
     model = tiny_models.build("llama")
     model.save_pretrained(tmp_path)
     seq = sequence([5, 6, 7])
-    expected = build_model_runner(model).run(plan(whole(seq)))
+    expected = run(build_model_runner(model), whole(seq))
     loaded = ModelRunner.load(tmp_path, SMALL)
-    assert torch.equal(loaded.run(plan(whole(seq))), expected)
+    assert torch.equal(run(loaded, whole(seq)), expected)
     loaded.close()
 
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -306,7 +314,11 @@ def test_unused_kv_memory_is_not_taken_from_the_machine() -> None:
     before = resident_bytes()
     limits = KVLimits(max_num_seqs=16, max_model_len=8192)
     cache = KVCache(
-        [LayerShape(4, 64, 64)] * 8, limits, dtype=torch.float32, device=torch.device("cpu")
+        [LayerShape(4, 64, 64)] * 8,
+        limits,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        block_tokens=32,
     )
     assert sum(tensor.nbytes for tensor in cache.keys + cache.values) == 2**31
     assert resident_bytes() - before < 2**28

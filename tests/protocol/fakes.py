@@ -47,6 +47,12 @@ def infer_req(id: Any, **fields: Any) -> str:
     return json.dumps({"type": "INFER_REQ", "id": id, "prompt": "hi", **fields})
 
 
+def resume(id: Any, stream: str = "t-1", last_seq: int = -1, **fields: Any) -> str:
+    return json.dumps(
+        {"type": "RESUME", "id": id, "stream": stream, "last_seq": last_seq, **fields}
+    )
+
+
 def cancel(id: Any) -> str:
     return json.dumps({"type": "CANCEL", "id": id})
 

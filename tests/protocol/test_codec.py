@@ -21,6 +21,7 @@ from protocol.errors import (
 from protocol.frames import (
     Cancel,
     ClientFrame,
+    Drain,
     ErrorFrame,
     FinalUsage,
     Frame,
@@ -31,6 +32,7 @@ from protocol.frames import (
     InferReq,
     Ping,
     Pong,
+    Resume,
 )
 from protocol.parse import ChatMessage, ContentPart
 from protocol.schemas import frame_schemas
@@ -66,6 +68,7 @@ SERVER_EXAMPLES: list[Frame] = [
     FAILED,
     REFUSAL,
     ErrorFrame.of(None, InvalidFrame("no frame").info),
+    Drain(deadline_s=0.0),
     Ping(ts=5),
     Pong(),
 ]
@@ -86,6 +89,8 @@ CLIENT_EXAMPLES: list[ClientFrame] = [
         input="whole",
         boundary="utf8",
     ),
+    Resume(id="r1", stream="t", last_seq=-1),
+    Resume(id="r1", stream="t", last_seq=2**32 - 1, return_token_ids=True),
     Cancel(id="r1"),
     Ping(ts=1.5),
     Pong(ts=7),
@@ -203,7 +208,7 @@ def test_a_bad_frame_is_refused_with_the_id_when_it_can_be_read(
     msgspec.json.encode(caught.value.info)
 
 
-@pytest.mark.parametrize("name", ["RESUME", "INPUT_CHUNK", "ACK", "HELLO", "INFER_DONE", "x" * 999])
+@pytest.mark.parametrize("name", ["DRAIN", "INPUT_CHUNK", "ACK", "HELLO", "INFER_DONE", "x" * 999])
 def test_a_frame_type_that_is_not_spoken_here_is_named(name: str) -> None:
     with pytest.raises(InvalidFrame) as caught:
         decode(json.dumps({"type": name, "id": "a"}))
@@ -211,6 +216,13 @@ def test_a_frame_type_that_is_not_spoken_here_is_named(name: str) -> None:
     assert name[:50] in caught.value.message
     assert "INFER_REQ" in caught.value.message
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("last_seq", ["-2", "4294967296", "null", "1.5", '"3"', "true"])
+def test_a_last_seq_that_cannot_be_is_named(last_seq: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(f'{{"type":"RESUME","id":"a","stream":"t","last_seq":{last_seq}}}')
+    assert (caught.value.param, caught.value.request_id) == ("last_seq", "a")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.codec import CLIENT_FRAMES, SERVER_FRAMES, encode
 from protocol.errors import ERROR_BY_CODE
-from protocol.frames import InferChunk, InferReq
+from protocol.frames import InferChunk, InferReq, Resume
 from protocol.session import CLOSE_CODES
 from protocol.token_log import TokenDelta
 
@@ -25,12 +25,16 @@ def test_the_binary_vector_is_what_the_codec_makes() -> None:
 
 
 def test_every_frame_and_every_field_of_a_request_is_described() -> None:
-    for name in (*CLIENT_FRAMES, *SERVER_FRAMES, *InferReq.__struct_fields__):
+    for name in (
+        *CLIENT_FRAMES,
+        *SERVER_FRAMES,
+        *InferReq.__struct_fields__,
+        *Resume.__struct_fields__,
+    ):
         assert f"`{name}`" in PAGE
 
 
-# Nothing can be resumed yet, so nothing sends this code.
-@pytest.mark.parametrize("code", sorted(ERROR_BY_CODE.keys() - {"resume_expired"}))
+@pytest.mark.parametrize("code", sorted(ERROR_BY_CODE))
 def test_every_error_code_is_described_with_its_status(code: str) -> None:
     assert re.search(rf"^\| `{code}` \| {ERROR_BY_CODE[code].http_status} \|", PAGE, re.MULTILINE)
 

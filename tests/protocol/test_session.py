@@ -13,6 +13,7 @@ from protocol.errors import InternalError, InvalidRequest
 from protocol.frames import (
     Cancel,
     ClientFrame,
+    Drain,
     ErrorFrame,
     Frame,
     Hello,
@@ -22,6 +23,7 @@ from protocol.frames import (
     InferReq,
     Ping,
     Pong,
+    Resume,
 )
 from protocol.session import (
     CLOSE_CODES,
@@ -31,6 +33,7 @@ from protocol.session import (
     Close,
     ConnectionState,
     RequestState,
+    ResumeRequest,
     Send,
     Session,
     SessionLimits,
@@ -50,6 +53,7 @@ from tests.protocol.fakes import (
     only_error,
     open_session,
     read,
+    resume,
     sent,
 )
 
@@ -162,6 +166,48 @@ def test_token_ids_are_sent_when_asked_for() -> None:
     accept(session, "b")
     assert read(session.chunk("a", TokenDelta(1, "x", (7, 8))))["token_ids"] == [7, 8]
     assert "token_ids" not in read(session.chunk("b", TokenDelta(1, "x", (7, 8))))
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_resumed_stream_is_answered_like_a_request(binary: bool) -> None:
+    session = open_session()
+    raw = resume("a", "token", 4)
+    events = session.receive(framed(raw) if binary else raw)
+    assert events == [ResumeRequest("a", "token", 4, binary)]
+    assert accept(session, "a")["type"] == "INFER_ACK"
+    chunk = session.chunk("a", delta(5))
+    assert isinstance(chunk, bytes) is binary
+    assert "token_ids" not in read(chunk)
+    assert read(session.done("a", STOP, 6))["type"] == "INFER_DONE"
+    assert session.live_ids == ()
+
+
+def test_a_resumed_stream_brings_token_ids_when_it_asks_again() -> None:
+    session = open_session()
+    session.receive(resume("a", return_token_ids=True))
+    accept(session, "a")
+    assert read(session.chunk("a", delta(0)))["token_ids"] == [0]
+
+
+def test_a_refused_resume_ends_its_id_and_takes_no_room() -> None:
+    session = open_session(max_live_requests=1)
+    for _ in range(3):
+        session.receive(resume("a"))
+        assert only_error(session.receive(resume("a")))["code"] == "duplicate_id"
+        assert only_error(session.receive(resume("b")))["code"] == "rate_limited"
+        assert read(session.refuse("a", REFUSED))["id"] == "a"
+    start(session, "a")
+
+
+def test_a_stream_may_be_cancelled_before_it_is_found() -> None:
+    session = open_session()
+    session.receive(resume("a"))
+    assert session.receive(cancel("a")) == [CancelRequest("a")]
+    accept(session, "a")
+    session.done("a", Terminal(finish_reason="cancelled"), 0)
 
 
 # Ids
@@ -397,9 +443,12 @@ def test_frames_before_hello_do_not_fit() -> None:
 def test_a_draining_session_ends_what_runs_and_takes_nothing_new() -> None:
     session = open_session()
     start(session, "a")
-    session.drain()
-    error = only_error(session.receive(infer_req("b")))
-    assert (error["code"], error["id"], error["retryable"]) == ("overloaded", "b", True)
+    assert sent(session.drain(7.5)) == [{"type": "DRAIN", "deadline_s": 7.5}]
+    assert session.drain(1.0) == []
+    for raw in (infer_req("b"), resume("b")):
+        error = only_error(session.receive(raw))
+        assert (error["code"], error["id"], error["retryable"]) == ("overloaded", "b", True)
+        assert error["retry_after_s"] == 0
     assert sent(session.receive('{"type":"PING","ts":1}')) == [{"type": "PONG", "ts": 1}]
     accept(session, "a")
     assert session.receive(cancel("a")) == [CancelRequest("a")]
@@ -422,6 +471,7 @@ def test_closing_asks_for_every_live_request_to_be_stopped_once() -> None:
 
 EXAMPLES: dict[type[Frame], ClientFrame] = {
     InferReq: InferReq(id="a", prompt="hi"),
+    Resume: Resume(id="a", stream="t", last_seq=3),
     Cancel: Cancel(id="a"),
     Ping: Ping(ts=1),
     Pong: Pong(ts=1),
@@ -440,7 +490,7 @@ def session_in(state: State) -> Session:
         return Session(SessionLimits(), FakeClock())
     session = open_session()
     if state is ConnectionState.DRAINING:
-        session.drain()
+        session.drain(1.0)
     elif state is ConnectionState.CLOSED:
         session.close()
     if state in (RequestState.QUEUED, RequestState.STREAMING, RequestState.DONE):
@@ -458,7 +508,7 @@ def observed(session: Session, frame: ClientFrame) -> Action | str:
     if not events:
         return Action.IGNORE
     (event,) = events
-    if isinstance(event, StartRequest):
+    if isinstance(event, StartRequest | ResumeRequest):
         return Action.START
     if isinstance(event, CancelRequest):
         return Action.STOP
@@ -505,7 +555,8 @@ def test_an_own_frame_that_does_not_fit_is_a_programming_error(
 
 def test_the_table_has_no_frame_and_no_state_that_nobody_uses() -> None:
     frames = {frame for _, frame in TRANSITIONS}
-    assert frames == {*CLIENT_FRAMES.values(), Hello, InferAck, InferChunk, InferDone, ErrorFrame}
+    ours = {Hello, InferAck, InferChunk, InferDone, ErrorFrame, Drain}
+    assert frames == {*CLIENT_FRAMES.values(), *ours}
     assert frames <= {*CLIENT_FRAMES.values(), *SERVER_FRAMES.values()}
     states = {state for state, _ in TRANSITIONS}
     assert states == {*ConnectionState, *RequestState} - {ConnectionState.CLOSED}
@@ -523,7 +574,10 @@ IDS = ("a", "b", "c")
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["request", "request", "cancel", "accept", "chunk", "done", "refuse", "bad", "ping"]
+            [
+                *("request", "request", "resume", "cancel", "accept", "chunk"),
+                *("done", "refuse", "bad", "ping"),
+            ]
         ),
         st.sampled_from(IDS),
         st.booleans(),
@@ -544,9 +598,10 @@ def test_every_accepted_request_ends_once_whatever_is_interleaved(
     started = terminals = 0
 
     for step, id, binary in steps:
-        if step in ("request", "cancel", "bad", "ping"):
+        if step in ("request", "resume", "cancel", "bad", "ping"):
             raw = {
                 "request": infer_req(id),
+                "resume": resume(id),
                 "cancel": cancel(id),
                 "bad": infer_req(id, top_k="x"),
                 "ping": '{"type":"PING","ts":4}',
@@ -555,13 +610,14 @@ def test_every_accepted_request_ends_once_whatever_is_interleaved(
             for event in events:
                 if isinstance(event, Send):
                     assert isinstance(event.data, bytes) is binary
-        if step == "request":
+        if step in ("request", "resume"):
             if id in live:
                 assert only_error(events)["code"] == "duplicate_id"
             elif len(live) == 2:
                 assert only_error(events)["code"] == "rate_limited"
             else:
-                assert [type(event) for event in events] == [StartRequest]
+                begun = StartRequest if step == "request" else ResumeRequest
+                assert [type(event) for event in events] == [begun]
                 live[id], is_binary[id] = "queued", binary
                 started += 1
                 cancelled.discard(id)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cache.prompt_cache import CacheConfig, PromptCache
-from deployments.cache_service import CacheService
-from deployments.embedder import Vector
-from deployments.wire import LookupCall, LookupReply, StoreCall
+from deployments.cache_service import HOPELESS_S, CacheService
+from deployments.embedder import EmbedderBusy, Embeddings, Vector
+from deployments.wire import LookupCall, LookupReply, StoreCall, StoredStream, decode_stored, encode
 from protocol.request import InferenceRequest, Message, SamplingParams
+from protocol.token_log import Terminal, TokenDelta
 from tests.protocol.fakes import FakeClock
 
 QUESTION = "What is the capital of France?"
@@ -31,13 +33,15 @@ class FakeEmbedder:
 
     vectors: dict[str, Vector | None] = field(default_factory=dict)
     failure: Callable[[], None] | None = None
-    hangs: bool = False
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
     texts: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.goes_on.set()
 
     async def __call__(self, text: str) -> Vector | None:
         self.texts.append(text)
-        if self.hangs:
-            await asyncio.Event().wait()
+        await self.goes_on.wait()
         if self.failure is not None:
             self.failure()
         return self.vectors.get(text, direction(1, 0))
@@ -54,6 +58,21 @@ def request(
         prompt=prompt,
         sampling=SamplingParams(**{"temperature": 0.0, **sampling}),  # type: ignore[arg-type]
     )
+
+
+def hanging() -> FakeEmbedder:
+    embedder = FakeEmbedder()
+    embedder.goes_on.clear()
+    return embedder
+
+
+def an_answer(text: str) -> bytes:
+    deltas = (TokenDelta(0, text, (0,)),)
+    return encode(StoredStream(deltas=deltas, terminal=Terminal(finish_reason="stop")))
+
+
+def text_of(reply: LookupReply) -> str | None:
+    return None if reply.stored is None else decode_stored(reply.stored).deltas[0].text
 
 
 class Asker:
@@ -74,6 +93,7 @@ class Asker:
             embedder_revision="e-1",
             epoch=epoch,
             embed_timeout_s=embed_timeout_s,
+            clock=self.clock,
         )
 
     async def lookup(
@@ -82,13 +102,15 @@ class Asker:
         call = LookupCall(request=request(text, **fields), model_revision=revision)  # type: ignore[arg-type]
         return await self.service.lookup(call)
 
-    async def store(self, text: str = QUESTION, stored: bytes = b"Paris", **fields: object) -> None:
+    async def store(
+        self, text: str = QUESTION, answer: str | bytes = "Paris", **fields: object
+    ) -> None:
         self.service.store(
             StoreCall(
                 request=request(text, **fields),  # type: ignore[arg-type]
                 model_revision="rev-1",
                 completion_tokens=3,
-                stored=stored,
+                stored=an_answer(answer) if isinstance(answer, str) else answer,
             )
         )
         await self.service.settle()
@@ -101,7 +123,7 @@ async def test_an_equal_question_hits_without_an_embedding() -> None:
     embedder.texts.clear()
     asker.clock.now += 2.5
     reply = await asker.lookup(f"  {QUESTION}\n")
-    assert reply.stored == b"Paris"
+    assert text_of(reply) == "Paris"
     assert (reply.outcome.outcome, reply.outcome.tier) == ("exact", "L2")
     assert reply.outcome.age_s == 2.5
     assert embedder.texts == []
@@ -111,7 +133,7 @@ async def test_a_rewording_hits_by_meaning_and_tells_how_near_it_was() -> None:
     asker = Asker(FakeEmbedder({REWORDED: direction(0.99, 0.1)}))
     await asker.store()
     reply = await asker.lookup(REWORDED)
-    assert reply.stored == b"Paris"
+    assert text_of(reply) == "Paris"
     assert reply.outcome.outcome == "semantic"
     assert reply.outcome.similarity == pytest.approx(0.9949, abs=1e-3)
 
@@ -135,7 +157,7 @@ async def test_a_miss_and_its_store_embed_once() -> None:
 
 
 async def test_an_embedder_that_hangs_is_a_miss_in_time() -> None:
-    asker = Asker(FakeEmbedder(hangs=True), embed_timeout_s=0.01)
+    asker = Asker(hanging(), embed_timeout_s=0.01)
     async with asyncio.timeout(30):
         reply = await asker.lookup()
     assert reply == LookupReply(outcome=reply.outcome)
@@ -156,10 +178,10 @@ async def test_an_embedder_that_fails_is_a_miss_and_exact_hits_go_on() -> None:
 
 
 async def test_an_embedder_that_recovers_gives_semantic_hits_again() -> None:
-    embedder = FakeEmbedder(hangs=True)
+    embedder = hanging()
     asker = Asker(embedder, embed_timeout_s=0.01)
     await asker.lookup()
-    embedder.hangs = False
+    embedder.goes_on.set()
     await asker.store()
     assert (await asker.lookup(REWORDED)).outcome.outcome == "semantic"
 
@@ -181,8 +203,8 @@ async def test_a_vector_of_another_size_harms_nothing() -> None:
     asker = Asker(FakeEmbedder({REWORDED: np.array([1, 0, 0], dtype=np.float32)}))
     await asker.store()
     assert (await asker.lookup(REWORDED)).stored is None
-    await asker.store(REWORDED, b"Paris again")
-    assert (await asker.lookup(REWORDED)).stored == b"Paris again"
+    await asker.store(REWORDED, "Paris again")
+    assert text_of(await asker.lookup(REWORDED)) == "Paris again"
 
 
 async def test_a_prompt_too_long_to_embed_hits_exactly_only() -> None:
@@ -234,7 +256,7 @@ async def test_an_answer_expires() -> None:
 
 async def test_an_answer_that_is_too_large_is_not_kept_and_nothing_fails() -> None:
     asker = Asker(None)
-    await asker.store(stored=b"x" * 2**21)
+    await asker.store(answer="x" * 2**21)
     assert (await asker.lookup()).stored is None
     assert asker.service.stats()["refused_stores"] == 1
 
@@ -264,9 +286,148 @@ async def test_an_embedding_that_comes_late_does_not_bring_an_old_answer_back() 
         return np.array([1, 0], dtype=np.float32)
 
     asker = Asker(embed)
-    stores = [asyncio.create_task(asker.store(stored=stored)) for stored in (b"old", b"new")]
+    stores = [asyncio.create_task(asker.store(answer=answer)) for answer in ("old", "new")]
     await asyncio.sleep(0)
     arrived.set()
     await asyncio.gather(*stores)
-    assert (await asker.lookup()).stored == b"new"
-    assert (await asker.lookup(REWORDED)).stored == b"new"
+    assert text_of(await asker.lookup()) == "new"
+    assert text_of(await asker.lookup(REWORDED)) == "new"
+
+
+# ------------------------------------------------------------------ damage
+
+
+async def test_an_answer_that_cannot_be_read_is_never_stored() -> None:
+    asker = Asker(None)
+    await asker.store(answer=b"\xc1 no record")
+    assert (await asker.lookup()).stored is None
+    assert (asker.service.stats()["errors"], asker.service.stats()["stores"]) == (1, 0)
+
+
+@pytest.mark.parametrize("text", [QUESTION, REWORDED], ids=["exact", "semantic"])
+async def test_a_damaged_answer_is_a_miss_an_error_and_gone(text: str) -> None:
+    asker = Asker(FakeEmbedder())
+    await asker.store()
+    (entry,) = asker.service._cache._entries.values()
+    object.__setattr__(entry.answer, "payload", b"rubbish")
+    reply = await asker.lookup(text)
+    assert (reply.stored, reply.outcome.outcome) == (None, "miss")
+    assert (asker.service.stats()["errors"], asker.service.stats()["entries"]) == (1, 0)
+    await asker.store()
+    assert text_of(await asker.lookup(text)) == "Paris"
+
+
+# ------------------------------------------------------------------ an embedder that does not move
+
+
+async def test_a_stuck_embedder_costs_its_first_askers_their_time_and_then_nothing() -> None:
+    embedder = hanging()
+    asker = Asker(embedder, embed_timeout_s=0.001)
+    assert (await asker.lookup("a")).outcome.reason == "embedding timed out"
+    asker.clock.now += 2
+    asker.service._embed_timeout_s = 30.0
+    async with asyncio.timeout(10):
+        for number in range(1000):
+            assert (await asker.lookup(f"q {number}")).outcome.reason == "embedder is busy"
+    assert embedder.texts == ["a"]
+    assert asker.service.stats()["errors"] == 1001
+
+
+async def test_exact_hits_and_stores_go_on_while_the_embedder_is_stuck() -> None:
+    asker = Asker(hanging(), embed_timeout_s=0.001)
+    await asker.lookup("a")
+    asker.clock.now += 2
+    await asker.store()
+    assert (await asker.lookup()).outcome.outcome == "exact"
+    assert (await asker.lookup(REWORDED)).stored is None
+
+
+async def test_hits_by_meaning_come_back_with_the_embedder() -> None:
+    embedder = FakeEmbedder()
+    asker = Asker(embedder, embed_timeout_s=0.001)
+    await asker.store()
+    embedder.goes_on.clear()
+    await asker.lookup("a")
+    asker.clock.now += 5
+    assert (await asker.lookup(REWORDED)).outcome.reason == "embedder is busy"
+    embedder.goes_on.set()
+    await asyncio.sleep(0)
+    asker.service._embed_timeout_s = 30.0
+    assert (await asker.lookup(REWORDED)).outcome.outcome == "semantic"
+
+
+async def test_a_vector_that_came_too_late_for_its_look_up_serves_the_next_one() -> None:
+    embedder = hanging()
+    asker = Asker(embedder, embed_timeout_s=0.001)
+    await asker.lookup()
+    embedder.goes_on.set()
+    await asker.store()
+    await asker.lookup(REWORDED)
+    assert embedder.texts == [QUESTION, REWORDED]
+
+
+async def test_an_embedder_that_never_comes_back_is_reported() -> None:
+    asker = Asker(hanging(), embed_timeout_s=0.001)
+    asker.service.check_health()
+    await asker.lookup()
+    asker.clock.now += HOPELESS_S
+    asker.service.check_health()
+    asker.clock.now += 1
+    with pytest.raises(RuntimeError, match="61 s"):
+        asker.service.check_health()
+
+
+def embeddings(embedder: FakeEmbedder, clock: FakeClock, **limits: Any) -> Embeddings:
+    return Embeddings(embedder, clock=clock, **limits)
+
+
+async def test_equal_texts_are_embedded_once_for_all_who_ask() -> None:
+    embedder = hanging()
+    queue = embeddings(embedder, FakeClock())
+    assert len({id(queue.begin("d", "text")) for _ in range(20)}) == 1
+    embedder.goes_on.set()
+    assert await queue.begin("d", "text") is not None
+    assert embedder.texts == ["text"]
+    assert queue.known("d") is not None
+
+
+async def test_only_so_many_texts_wait() -> None:
+    queue = embeddings(hanging(), FakeClock(), max_running=2)
+    tasks = [queue.begin("1", "a"), queue.begin("2", "b")]
+    with pytest.raises(EmbedderBusy):
+        queue.begin("3", "c")
+    assert queue.begin("1", "a") is tasks[0]
+
+
+async def test_a_slow_embedder_is_tried_one_text_at_a_time_until_it_is_quick_again() -> None:
+    embedder, clock = hanging(), FakeClock()
+    queue = embeddings(embedder, clock, stuck_s=1.0)
+    first = queue.begin("1", "a")
+    await asyncio.sleep(0)
+    clock.now += 5
+    with pytest.raises(EmbedderBusy):
+        queue.begin("2", "b")
+    embedder.goes_on.set()
+    await first
+    embedder.goes_on.clear()
+    second = queue.begin("2", "b")
+    with pytest.raises(EmbedderBusy):
+        queue.begin("3", "c")
+    embedder.goes_on.set()
+    await second
+    embedder.goes_on.clear()
+    queue.begin("3", "c")
+    queue.begin("4", "d")
+    assert queue.stuck_for_s == 0
+
+
+async def test_a_failure_that_nobody_waits_for_is_no_trouble() -> None:
+    def fail() -> None:
+        raise RuntimeError("no embedder")
+
+    queue = embeddings(FakeEmbedder(failure=fail), FakeClock())
+    queue.begin("1", "a")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert queue.stuck_for_s == 0
+    assert queue.known("1") is None

@@ -37,17 +37,33 @@ TERMINAL = Terminal(
     timing=Timing(queue_ms=1.5, ttft_ms=2.5, total_ms=3.5),
     error=Overloaded("full", limit=4, retry_after_s=1.0).info,
 )
+ACCEPTED = wire.Accepted(revision="rev", prompt_tokens=5, queue_position=0)
+MESSAGE = wire.BusMessage(
+    (wire.Part("s", (DELTA,)), wire.Part("t", (), TERMINAL)), wire.Load(2, 1, 500, 0.5)
+)
 CASES: list[tuple[msgspec.Struct, Callable[[bytes], Any]]] = [
-    (REQUEST, wire.decode_request),
-    (InferenceRequest(request_id="r", tenant="t", model="m", prompt=(1, 2)), wire.decode_request),
     (
-        wire.StreamRecord(
-            accepted=wire.Accepted(revision="rev", prompt_tokens=5, queue_position=0)
-        ),
-        wire.decode_record,
+        wire.Submit(request=REQUEST, ingress="i", answered=(DELTA,)),
+        wire.decode_submit,
     ),
-    (wire.StreamRecord(deltas=(DELTA,), terminal=TERMINAL), wire.decode_record),
-    (wire.StreamRecord(refused=TERMINAL.error), wire.decode_record),
+    (
+        wire.Submit(
+            request=InferenceRequest(request_id="r", tenant="t", model="m", prompt=(1, 2)),
+            ingress="i",
+        ),
+        wire.decode_submit,
+    ),
+    (wire.SubmitReply(replica="m1", accepted=ACCEPTED), wire.decode_submit_reply),
+    (wire.SubmitReply(replica="m1", refused=TERMINAL.error), wire.decode_submit_reply),
+    (
+        wire.Attached(
+            submit=wire.Submit(request=REQUEST, ingress="i"),
+            accepted=ACCEPTED,
+            deltas=(DELTA,),
+            terminal=TERMINAL,
+        ),
+        wire.decode_attached,
+    ),
     (
         wire.ModelInfo(id="a/b", revision="r", context_length=1, created=2, backend="mock"),
         wire.decode_info,
@@ -90,3 +106,11 @@ def test_rubbish_is_a_decode_error(raw: bytes) -> None:
     for decode in {decode for _, decode in CASES}:
         with pytest.raises(msgspec.DecodeError):
             decode(raw)
+
+
+def test_a_bus_message_comes_out_as_it_went_in_and_from_a_newer_replica_too() -> None:
+    assert wire.decode_bus_message(wire.encode(MESSAGE)) == MESSAGE
+    assert wire.decode_bus_message(wire.encode(wire.BusMessage())) == wire.BusMessage()
+    parts, load = msgspec.msgpack.decode(wire.encode(MESSAGE))
+    newer = [parts, [*load, "added later"], "added later"]
+    assert wire.decode_bus_message(msgspec.msgpack.encode(newer)) == MESSAGE
