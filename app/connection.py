@@ -36,7 +36,7 @@ from protocol.session import (
     SessionLimits,
     StartRequest,
 )
-from protocol.token_log import CacheOutcome, Terminal
+from protocol.token_log import CacheOutcome, Cursor, Terminal
 
 logger = logging.getLogger(__name__)
 
@@ -312,17 +312,42 @@ class Connection:
         return await self._keeper.open(asked, request)
 
     async def _relay(self, request: _Request, stream: Stream) -> None:
+        """Passes the whole log on, as far as there is room in the outbox.
+
+        News goes there within the call that brings it, with no task to wake between: at a
+        frame a token that is much of what a token costs here.
+        """
         cursor = stream.log.cursor(request.next_seq)
-        while deltas := await cursor.wait():
-            for delta in deltas:
+        is_due = asyncio.Event()
+
+        def hear() -> None:
+            if self._requests.get(request.id) is request:
+                self._pass_on(request, cursor)
+                if cursor.is_at_end or not self._has_room.is_set():
+                    is_due.set()
+
+        unsubscribe = stream.log.subscribe(hear)
+        try:
+            self._pass_on(request, cursor)
+            while not cursor.is_at_end:
+                if self._has_room.is_set():
+                    is_due.clear()
+                    await is_due.wait()
                 await self._has_room.wait()
-                self._put(self._session.chunk(request.id, delta))
-                request.next_seq = delta.seq + 1
+                self._pass_on(request, cursor)
+        finally:
+            unsubscribe()
         terminal = stream.log.terminal
         assert terminal is not None, "a cursor ends only with its log"
         self._put(
             self._session.done(request.id, terminal, seq=stream.log.next_seq, cache=stream.cache)
         )
+
+    def _pass_on(self, request: _Request, cursor: Cursor) -> None:
+        """Sends what is new, as far as there is room."""
+        for delta in cursor.take(max(0, OUTBOX_FRAMES - self._outbox.qsize())):
+            self._put(self._session.chunk(request.id, delta))
+            request.next_seq = delta.seq + 1
 
     def _fail(self, request: _Request, error: ServingError) -> None:
         """Tells why a request could not start, or why it could not go on."""

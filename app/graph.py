@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from app.breaker import Breaker, SwitchedOff
+from app.front_cache import FrontCache
 from app.generation import FailoverLimits, Generation, SubmitPort
 from app.model_bus import BusPort, ModelBus, Nobody
 from app.resume import Named, ResumeTokens, resume_expired
@@ -94,6 +95,7 @@ class Graph:
         cache: None switches the cache off.
         board: of the model's replicas.
         ingress: this ingress's name, unique among all that ever were.
+        front: holds answers in this process; nothing without a cache.
     """
 
     def __init__(
@@ -105,8 +107,10 @@ class Graph:
         ingress: str,
         limits: GraphLimits,
         tokens: ResumeTokens,
+        front: FrontCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._front = None if cache is None else front
         self._model = model
         self._cache = cache
         self._board = board
@@ -175,6 +179,7 @@ class Graph:
         return IngressStats(
             ingress=self._bus.ingress,
             cache_call_errors=self.cache_errors_total,
+            front_hits=0 if self._front is None else self._front.hits_total,
             coalesced_total=self._flights.coalesced_total,
             failovers_total=self.failovers_total,
             resumes_total=self.resumes_total,
@@ -204,7 +209,26 @@ class Graph:
             return await self._answer(own, info, started_s)
 
         key = flight_key(request)
-        return await (answer() if key is None else self._flights.open(key, request, answer))
+        if key is None:
+            return await answer()
+        return self._at_hand(key, request, info, started_s) or await self._flights.open(
+            key, request, answer
+        )
+
+    def _at_hand(
+        self, key: str, request: InferenceRequest, info: ModelInfo, started_s: float
+    ) -> Stream | None:
+        """The answer, if this ingress holds it itself."""
+        found = None if self._front is None else self._front.find(key, info.revision)
+        if found is None:
+            return None
+        stored, age_s = found
+        return Stream(
+            request=request,
+            log=self._replay(stored, started_s),
+            cache=CacheOutcome(outcome="exact", tier="L1", similarity=1.0, age_s=round(age_s, 3)),
+            token=self._token_here(request),
+        )
 
     async def _answer(self, request: InferenceRequest, info: ModelInfo, started_s: float) -> Stream:
         """From the cache, or else from the model."""
@@ -285,7 +309,12 @@ class Graph:
             reply = wire.decode_lookup_reply(await cache.lookup(wire.encode(call)))
             if reply.stored is None:
                 return reply.outcome, None
-            return reply.outcome, self._replay(wire.decode_stored(reply.stored), started_s)
+            stored = wire.decode_stored(reply.stored)
+            log = self._replay(stored, started_s)
+            if reply.outcome.outcome == "exact":
+                size_bytes, age_s = len(reply.stored), reply.outcome.age_s or 0.0
+                self._hold(request, info.revision, stored, size_bytes, age_s)
+            return reply.outcome, log
 
         try:
             outcome, log = await self._breaker.call(ask, self._limits.lookup_timeout_s)
@@ -299,6 +328,22 @@ class Graph:
             logger.warning("cache look-up failed, taken as a miss: %s", type(error).__name__)
             return CacheOutcome(reason="cache failed"), None
         return outcome, log
+
+    def _hold(
+        self,
+        request: InferenceRequest,
+        revision: str,
+        stored: wire.StoredStream,
+        size_bytes: int,
+        age_s: float,
+    ) -> None:
+        """Keeps an answer at hand for whoever asks exactly the same."""
+        if request.cache == "refresh":
+            # It takes the place of the one that others get.
+            request = msgspec.structs.replace(request, cache="auto")
+        key = flight_key(request)
+        if self._front is not None and key is not None:
+            self._front.keep(key, revision, stored, size_bytes, age_s)
 
     def _replay(self, stored: wire.StoredStream, started_s: float) -> TokenLog:
         """The answer as it was, with its own usage, in the time that it took now."""
@@ -399,17 +444,19 @@ class Graph:
         is_whole = terminal.finish_reason in ("stop", "length")
         if self._cache is None or not is_whole or not is_cacheable(request):
             return
-        if self._breaker.state != "closed":
-            return
         if generation.accepted is None or generation.accepted.revision != info.revision:
             # In mid-rollout another model has answered than the one we were told of.
             return
         stored = wire.StoredStream(deltas=generation.log.deltas, terminal=terminal)
+        packed = wire.encode(stored)
+        self._hold(request, info.revision, stored, len(packed), 0.0)
+        if self._breaker.state != "closed":
+            return
         call = wire.StoreCall(
             request=request,
             model_revision=info.revision,
             completion_tokens=terminal.usage.completion_tokens,
-            stored=wire.encode(stored),
+            stored=packed,
             is_truncated=terminal.finish_reason == "length",
         )
         question = _question(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,6 +16,7 @@ from ray.serve.exceptions import RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.front_cache import FrontCache
 from app.generation import FailoverLimits
 from app.graph import Graph, GraphLimits
 from app.model_bus import MessageStream
@@ -134,6 +136,7 @@ class IngressReplica:
             ingress=f"{replica}-{uuid.uuid4().hex[:8]}",
             limits=_graph_limits(settings),
             tokens=ResumeTokens(resume_key),
+            front=_front(settings),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -195,6 +198,13 @@ async def _until(board: ReplicaBoard, holds: Callable[[], bool]) -> None:
             changed.clear()
     finally:
         unsubscribe()
+
+
+def _front(settings: Settings) -> FrontCache | None:
+    cache = settings.cache
+    if cache.front_bytes == 0:
+        return None
+    return FrontCache(cache.front_bytes, cache.ttl_s, time.monotonic)
 
 
 def _graph_limits(settings: Settings) -> GraphLimits:

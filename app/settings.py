@@ -90,6 +90,8 @@ class CacheSettings(_Section):
     """Memory of all answers together."""
     max_entry_bytes: int = Field(default=2**20, ge=2**10, le=2**30)
     """A longer answer is not kept."""
+    front_bytes: int = Field(default=16 * 2**20, ge=0, le=2**40)
+    """Memory of the answers that each ingress holds itself for equal requests; 0: none."""
     embedder: str = "sentence-transformers/all-MiniLM-L6-v2"
     """Hugging Face id or folder of a sentence-transformers model."""
     embed_timeout_s: float = Field(default=0.15, gt=0, le=10)

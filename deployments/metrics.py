@@ -42,6 +42,7 @@ class IngressStats:
     ingress: str
     open_connections: int = 0
     cache_call_errors: int = 0
+    front_hits: int = 0
     coalesced_total: int = 0
     failovers_total: int = 0
     resumes_total: int = 0
@@ -106,7 +107,7 @@ def _of_models(models: Sequence[Stats]) -> Iterable[Metric]:
 
 def _of_caches(caches: Sequence[Stats], ingresses: Sequence[Stats]) -> Iterable[Metric]:
     lookups = {
-        "exact": _sum(caches, "exact_hits"),
+        "exact": _sum(caches, "exact_hits") + _sum(ingresses, "front_hits"),
         "semantic": _sum(caches, "semantic_hits"),
         "miss": _sum(caches, "misses"),
     }

@@ -29,7 +29,6 @@ from protocol.errors import ResumeExpired, ServingError
 logger = logging.getLogger(__name__)
 
 
-
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
     """What a model replica is built from."""

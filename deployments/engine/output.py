@@ -96,12 +96,14 @@ class AnswerText:
     def _delta(self, text: str) -> TokenDelta:
         tokens, self._pending = self._pending, []
         self._num_emitted_chars += len(text)
-        logprobs = tuple(token.logprob for token in tokens if token.logprob is not None)
+        logprobs = None
+        if self._seq.sampling.logprobs is not None:
+            logprobs = tuple(token.logprob for token in tokens if token.logprob is not None)
         return TokenDelta(
             seq=len(self._seq.output_token_ids) - 1,
             text=text,
             token_ids=tuple(token.token_id for token in tokens),
-            logprobs=None if self._seq.sampling.logprobs is None else logprobs,
+            logprobs=logprobs,
         )
 
     def _last_delta(self, text: str) -> TokenDelta | None:

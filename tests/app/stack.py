@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.front_cache import FrontCache
 from app.generation import FailoverLimits
 from app.graph import CachePort, Graph, GraphLimits, ModelPort
 from app.resume import ResumeTokens
@@ -338,6 +339,7 @@ def graph_over(
     failover_timeout_s: float = PATIENCE_S,
     max_failovers: int = 2,
     max_pending: int = 4096,
+    front: FrontCache | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Graph:
     """A graph with a test's patience."""
@@ -358,6 +360,7 @@ def graph_over(
             ),
         ),
         tokens=ResumeTokens(b"k" * 32),
+        front=front,
         clock=clock,
     )
 

@@ -547,9 +547,7 @@ async def test_a_peer_that_floods_and_reads_is_answered_to_the_last() -> None:
 
 async def test_a_burst_of_one_peer_does_not_hold_up_the_others() -> None:
     graph = FakeGraph(stalls("never", "ends"))
-    serving = Gateway(
-        graph, Accounts(AuthSettings()), limits=SessionLimits(), max_connections=1
-    )
+    serving = Gateway(graph, Accounts(AuthSettings()), limits=SessionLimits(), max_connections=1)
     peer = DeafPeer(*["no JSON"] * 500)
     running = asyncio.create_task(serving.serve(peer.socket))
     async with asyncio.timeout(PATIENCE_S):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from app.front_cache import FrontCache
 from app.graph import INFO_MAX_AGE_S, CachePort, Graph
 from app.serving import Stream
 from deployments import wire
@@ -884,3 +886,32 @@ async def test_one_who_asks_again_at_once_hits_though_the_store_is_slow(graph_ov
     stream = await again
     assert stream.cache.outcome == "exact"
     assert stream.log.text == first.log.text
+
+
+async def test_an_equal_question_is_answered_by_the_ingress_itself() -> None:
+    front = FrontCache(2**20, 900, time.monotonic)
+    async with running_stack() as stack:
+        graph = stack_graph(stack.model, stack.cache, stack.model.board, front=front)
+
+        async def hear(**fields: Any) -> Stream:
+            stream = await graph.open_stream(ask(**fields))
+            await eventually(lambda: stream.log.terminal is not None)
+            return stream
+
+        first, second = await hear(), await hear()
+        assert (first.cache.outcome, second.cache.outcome) == ("miss", "exact")
+        assert second.cache.tier == "L1"
+        assert second.log.text == first.log.text
+        assert second.log.terminal is not None
+        assert first.log.terminal is not None
+        assert second.log.terminal.usage == first.log.terminal.usage
+        assert second.request.request_id != first.request.request_id
+        # What is not equal to the byte is the cache's to decide.
+        assert (await hear(tenant="other")).cache.outcome == "miss"
+        assert (await hear(timeout_s=60.0)).cache.tier == "L2"
+        before = stack.num_generated
+        assert (await hear(cache="refresh")).cache.outcome == "miss"
+        assert stack.num_generated > before
+        assert (await hear()).cache.tier == "L1"
+        assert (await hear(cache="bypass")).cache.outcome == "miss"
+        await graph.close()

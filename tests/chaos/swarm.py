@@ -117,7 +117,8 @@ class Stream:
         elif self.text != self.truth:
             same = len(common_beginning(self.text, self.truth))
             self.end("different", f"differs at character {same} of {len(self.truth)}", now_s)
-        elif done["seq"] != done["usage"]["completion_tokens"]:
+        elif not 0 <= done["usage"]["completion_tokens"] - done["seq"] <= (reason == "stop"):
+            # The token that says stop is counted and has no number.
             self.end("different", f"{done['seq']} is not the number of tokens", now_s)
         else:
             self.end("identical", "", now_s)
@@ -131,11 +132,20 @@ def common_beginning(one: str, other: str) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """What a client asks next, and the answer it must get."""
+    """What a client asks next, and the answer it must get.
+
+    Args:
+        prompt: tells it from others; sent unless `fields` have `messages`.
+    """
 
     prompt: str
     truth: str
     fields: dict[str, Any]
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The fields of its INFER_REQ."""
+        return self.fields if "messages" in self.fields else {"prompt": self.prompt, **self.fields}
 
 
 async def until(is_so: Callable[[], bool], within_s: float) -> None:
@@ -318,7 +328,7 @@ class Swarm:
         opening = (
             {"type": "RESUME", "id": "r", "stream": stream.token, "last_seq": stream.last_seq}
             if stream.token
-            else {"type": "INFER_REQ", "id": "r", "prompt": stream.prompt, **question.fields}
+            else {"type": "INFER_REQ", "id": "r", **question.request}
         )
         await socket.send(json.dumps(opening))
         is_draining = False
@@ -360,7 +370,7 @@ class Swarm:
         async with SeedanceClient(self.ws_url, self._key, resume=True) as client:
             while self._is_asking:
                 stream, question = self._begin()
-                live = client.stream(prompt=stream.prompt, **question.fields)
+                live = client.stream(**question.request)
                 try:
                     async with asyncio.timeout(2 * SILENCE_S):
                         async for delta in live:

@@ -97,7 +97,7 @@ async def test_the_engine_stops_what_a_dead_ingress_had_asked_for(
         streams += swarm.streams
         await in_thread(until_running, house, 0, 30.0)
         await in_thread(house.until_whole)
-    notes = f"orphans stopped after {max(stopped_after_s):.2f} s at most"
+    notes = f"{len(streams)} orphans, stopped after {max(stopped_after_s):.2f} s at most"
     ledger.add(make_row("ingress SIGKILL, orphans", fault_at_s, streams, notes=notes))
 
 

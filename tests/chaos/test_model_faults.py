@@ -63,8 +63,7 @@ async def test_a_model_replica_that_hangs_loses_its_streams_to_another(
 async def test_a_killed_replica_of_a_real_model_costs_no_stream_a_token(
     ledger: Ledger, repeats: int
 ) -> None:
-    num_tokens = 48
-    fields: dict[str, Any] = {"max_tokens": num_tokens, "temperature": 0, "cache": "bypass"}
+    sent: dict[str, Any] = {"max_tokens": 48, "temperature": 0, "cache": "bypass"}
     subjects = ("the sea", "a clock", "two brothers", "an old map", "winter", "a lost letter")
     prompts = [f"Tell me a story about {subject}." for subject in subjects]
     rng = random.Random(3)
@@ -75,14 +74,12 @@ async def test_a_killed_replica_of_a_real_model_costs_no_stream_a_token(
         cache={"enabled": False},
     ) as house:
         async with SeedanceClient(house.url, KEY) as client:
-            truths = {
-                prompt: (await client.complete(None, prompt=prompt, **fields)).text
-                for prompt in prompts
-            }
+            truths = {prompt: (await client.complete(prompt, **sent)).text for prompt in prompts}
 
         def ask(number: int) -> Question:
             prompt = prompts[number % len(prompts)]
-            return Question(prompt, truths[prompt], fields)
+            messages = [{"role": "user", "content": prompt}]
+            return Question(prompt, truths[prompt], {"messages": messages, **sent})
 
         async def turn(course: Course, number: int) -> None:
             await course.inject(lambda: house.kill(rng.choice(house.pids(MODEL))))
