@@ -402,7 +402,8 @@ class Connection:
 
     def _log_end(self, stream: Stream, seconds: float) -> None:
         terminal = stream.log.terminal
-        logger.info(
+        # The engine logs what it computed; a line for each hit would cost as much as the hit.
+        logger.debug(
             "request %s (websocket): %s, %d tokens, cache %s, %.3f s",
             stream.request.request_id,
             terminal.finish_reason if terminal is not None else "left",

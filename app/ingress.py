@@ -72,8 +72,8 @@ class ModelHandle:
         messages = self._streams.bus.remote(ingress, positions, route=route)
         return cast(MessageStream, messages)
 
-    async def cancel(self, names: tuple[str, ...], replica: str) -> None:
-        await self._handle.cancel.remote(names, route=Route(replica=replica))
+    async def cancel(self, names: tuple[str, ...], ingress: str, replica: str) -> None:
+        await self._handle.cancel.remote(names, ingress, route=Route(replica=replica))
 
     async def attach(self, name: str, ingress: str, replica: str) -> bytes:
         route = Route(replica=replica)

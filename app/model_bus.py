@@ -44,7 +44,7 @@ class BusPort(Protocol):
         """Opens the bus; for `positions` see `deployments.bus.BusHub.messages`."""
         ...
 
-    async def cancel(self, names: tuple[str, ...], replica: str) -> None: ...
+    async def cancel(self, names: tuple[str, ...], ingress: str, replica: str) -> None: ...
 
     async def renew(self, ingress: str, replica: str) -> None: ...
 
@@ -375,7 +375,7 @@ class _Link:
         try:
             while self._to_cancel:
                 names = tuple(self._to_cancel)
-                await self._attempt(self._port.cancel(names, self.replica))
+                await self._attempt(self._port.cancel(names, self._ingress, self.replica))
                 # What came meanwhile for these was on its way already.
                 self._to_cancel.difference_update(names)
         finally:

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -135,8 +136,9 @@ class ResumableStreams:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         # Both in the order of their deadlines, since all have the same time from when they come in.
-        self._spent: dict[str, _Entry] = {}
-        self._missed: dict[str, _Entry] = {}
+        # Taking the first of a plain dict that loses its first again and again goes over the gaps.
+        self._spent: OrderedDict[str, _Entry] = OrderedDict()
+        self._missed: OrderedDict[str, _Entry] = OrderedDict()
         self._unowned_bytes = 0
 
     def __len__(self) -> int:
@@ -225,7 +227,7 @@ class ResumableStreams:
         firsts = [next(iter(kept.values())) for kept in (self._spent, self._missed) if kept]
         return min(firsts, key=lambda entry: entry.deadline_s, default=None)
 
-    def _kept(self, entry: _Entry) -> dict[str, _Entry]:
+    def _kept(self, entry: _Entry) -> OrderedDict[str, _Entry]:
         return self._spent if entry.has_all else self._missed
 
     def _keep(self, entry: _Entry) -> None:

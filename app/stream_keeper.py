@@ -113,8 +113,11 @@ class StreamKeeper:
         return stream
 
     def _set_timer(self) -> None:
+        if self._timer is not None:
+            # What came later is due later.
+            return
         due_at = self._resumable.next_tick_at
-        if self._timer is None and due_at is not None:
+        if due_at is not None:
             delay_s = max(MIN_TICK_S, due_at - self._clock())
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(delay_s, self._tick, context=self._own_context)

@@ -203,11 +203,11 @@ class BusHub:
         stream.unsubscribe = stream.log.subscribe(lambda: self._news(name, stream))
         self._carry(name, stream, stream.first_seq)
 
-    def cancel(self, names: tuple[str, ...]) -> None:
-        """Gives streams up that nobody wants any more; unknown ones are nothing new."""
+    def cancel(self, names: tuple[str, ...], ingress: str) -> None:
+        """Gives streams of an ingress up; unknown ones are nothing new, and another's go on."""
         for name in names:
             stream = self._streams.get(name)
-            if stream is not None:
+            if stream is not None and stream.ingress == ingress:
                 self.discard(stream)
 
     def discard(self, stream: BusStream) -> None:

@@ -78,9 +78,9 @@ class ModelService:
             return wire.encode(wire.SubmitReply(replica=self._replica, refused=error.info))
         return wire.encode(wire.SubmitReply(replica=self._replica, accepted=accepted))
 
-    def cancel(self, names: tuple[str, ...]) -> None:
+    def cancel(self, names: tuple[str, ...], ingress: str) -> None:
         """Gives streams up; unknown ones are nothing new."""
-        self._hub.cancel(names)
+        self._hub.cancel(names, ingress)
 
     def attach(self, name: str, ingress: str) -> bytes:
         """A packed `Attached`: the stream goes on on the bus of that ingress.

@@ -54,7 +54,7 @@ class FakePort:
             messages.fail(self.refusals.pop(0))
         return messages
 
-    async def cancel(self, names: tuple[str, ...], replica: str) -> None:
+    async def cancel(self, names: tuple[str, ...], ingress: str, replica: str) -> None:
         self.cancels.append((replica, tuple(sorted(names))))
         await self.gate.wait()
 

@@ -307,7 +307,7 @@ async def test_a_cancel_stops_the_work_and_says_only_that_the_stream_is_gone() -
     ingress = Ingress(replica.hub, "a")
     await ingress.news()
     log.append(token(0))
-    replica.hub.cancel(("s", "unknown"))
+    replica.hub.cancel(("s", "unknown"), "a")
     log.append(token(1))
     log.finish(Terminal(finish_reason="cancelled"))
     # One who still waits, because the cancel was meant for an earlier stream, learns of it.
@@ -381,7 +381,7 @@ async def test_a_stream_that_comes_after_it_was_asked_for_is_not_called_unknown(
     replica = Replica()
     bus = replica.hub.messages("a", {"s": 0})
     await anext(bus)
-    replica.hub.cancel(("s",))
+    replica.hub.cancel(("s",), "a")
     replica.accept("s").append(token(0))
     assert (await anext(bus)).parts == (wire.Part("s", (token(0),)),)
     await bus.aclose()
@@ -450,3 +450,14 @@ def test_whatever_breaks_each_delta_arrives_once(data: st.DataObject) -> None:
         await ingress.leave()
 
     asyncio.run(run())
+
+
+async def test_an_ingress_cannot_cancel_what_another_has_taken_over() -> None:
+    replica = Replica()
+    log = replica.accept("s", "a")
+    replica.hub.attach("s", "b")
+    replica.hub.cancel(("s",), "a")
+    log.append(token(0))
+    assert replica.abandoned == []
+    replica.hub.cancel(("s",), "b")
+    assert replica.abandoned == ["s"]
