@@ -78,6 +78,8 @@ class Generation:
         self.accepted: wire.Accepted | None = None
         self.replica = ""
         self.failovers = 0
+        self.is_parked = False
+        self._has_moved = False
         self._seeded = _with_seed(request)
         self._epoch = 0
         self._bus = bus
@@ -122,10 +124,12 @@ class Generation:
         self._epoch = attached.submit.epoch
         self.log.append(*attached.deltas)
         self._bus.expect(self.name, self)
-        if attached.terminal is None:
-            self._bus.follow(self.name, replica)
-        else:
+        if attached.terminal is not None:
             self._take_end(attached.terminal)
+        elif attached.is_parked:
+            self._go_elsewhere(attached.accepted, avoid=())
+        else:
+            self._bus.follow(self.name, replica)
 
     def take(self, part: wire.Part) -> None:
         """Moves what came into the log. A part with a hole before it counts as a loss."""
@@ -162,7 +166,26 @@ class Generation:
         if self._losses_in_a_row > self._limits.max_failovers:
             self._fail(InternalError("the model replica failed; try again"))
         else:
-            self._recovery = self._spawn(self._recover(self.accepted))
+            self.failovers += 1
+            self._go_elsewhere(self.accepted, avoid=(self.replica,))
+
+    def park(self) -> None:
+        """Stops the computation for as long as nobody waits for the answer."""
+        if self.log.terminal is not None or self.accepted is None or self.is_parked:
+            return
+        self.is_parked = True
+        if self._recovery is not None:
+            self._recovery.cancel()
+            self._recovery = None
+        self._bus.park(self.name)
+
+    def unpark(self) -> None:
+        """Goes on, on any replica, behind what was answered."""
+        if self.log.terminal is not None or self.accepted is None or not self.is_parked:
+            return
+        self.is_parked = False
+        self._bus.expect(self.name, self)
+        self._go_elsewhere(self.accepted, avoid=())
 
     def cancel(self) -> None:
         """Stops the computation; harmless at any time, more than once."""
@@ -173,7 +196,7 @@ class Generation:
         if terminal.error is not None and terminal.error.code in GIVEN_UP_BY_REPLICA:
             self.lost(terminal.error.message)
             return
-        if self.failovers:
+        if self._has_moved:
             # The last replica knows its own part only.
             error, timeout_s = terminal.error, self.request.timeout_s
             if error is not None and error.code == DeadlineExceeded.code and timeout_s is not None:
@@ -187,11 +210,15 @@ class Generation:
         self.replica = reply.replica
         self._bus.follow(self.name, reply.replica)
 
-    async def _recover(self, accepted: wire.Accepted) -> None:
+    def _go_elsewhere(self, accepted: wire.Accepted, avoid: tuple[str, ...]) -> None:
+        self._has_moved = True
+        self._recovery = self._spawn(self._recover(accepted, avoid))
+
+    async def _recover(self, accepted: wire.Accepted, avoid: tuple[str, ...]) -> None:
         lost_s = self._clock()
         try:
             deadline_s = lost_s + self._limits.failover_timeout_s
-            reply = await self._submit(deadline_s, avoid=(self.replica,))
+            reply = await self._submit(deadline_s, avoid)
         except ServingError as error:
             self._fail(error)
         except Exception:
@@ -209,7 +236,6 @@ class Generation:
             self._bus.follow(self.name, reply.replica)
             self._fail(InternalError("the model changed in mid-answer; try again"))
             return
-        self.failovers += 1
         logger.info(
             "request %s goes on at token %d on replica %s after %.2f s",
             self.name,

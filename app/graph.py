@@ -252,6 +252,8 @@ class Graph:
         generation = self._live.get(named.stream)
         if generation is None:
             generation = await self._take_over(named, info)
+        else:
+            generation.unpark()
         return self._stream_of(generation, CacheOutcome(), token)
 
     async def _take_over(self, named: Named, info: ModelInfo) -> Generation:
@@ -424,6 +426,8 @@ class Graph:
             queue_position=None if accepted is None else accepted.queue_position,
             prompt_tokens=0 if accepted is None else accepted.prompt_tokens,
             cancel=generation.cancel,
+            park=generation.park,
+            unpark=generation.unpark,
             token=token,
         )
 

@@ -72,8 +72,10 @@ class ModelHandle:
         messages = self._streams.bus.remote(ingress, positions, route=route)
         return cast(MessageStream, messages)
 
-    async def cancel(self, names: tuple[str, ...], ingress: str, replica: str) -> None:
-        await self._handle.cancel.remote(names, ingress, route=Route(replica=replica))
+    async def cancel(
+        self, names: tuple[str, ...], ingress: str, replica: str, *, keep: bool
+    ) -> None:
+        await self._handle.cancel.remote(names, ingress, keep, route=Route(replica=replica))
 
     async def attach(self, name: str, ingress: str, replica: str) -> bytes:
         route = Route(replica=replica)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.experimental import internal_kv
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
@@ -34,6 +35,8 @@ SURGE_PERCENT = 100
 RENEWALS_MISSED = 4
 """After so many a model replica takes an ingress for dead."""
 RESUME_KEY_BYTES = 32
+KEY_NAMESPACE = "seedance"
+"""In the cluster's own key-value store."""
 DRAIN_MARGIN_S = 10.0
 """Serve kills a replica that drains for longer: ours ends its streams before."""
 
@@ -170,7 +173,22 @@ def _router(settings: Settings) -> RequestRouterConfig:
 
 
 def _resume_key(home: Path) -> bytes:
-    """The secret behind resume tokens, made once: they must outlive a rollout."""
+    """The secret behind resume tokens, made once: they must outlive a rollout.
+
+    The first that a cluster has seen counts, since a later version of the application may be
+    built on another machine, with a key of its own in its home.
+    """
+    key = _kept_key(home)
+    if not ray.is_initialized():
+        return key
+    name = f"resume.key {home}"
+    internal_kv._internal_kv_put(name, key, overwrite=False, namespace=KEY_NAMESPACE)
+    agreed: bytes = internal_kv._internal_kv_get(name, namespace=KEY_NAMESPACE)
+    return agreed
+
+
+def _kept_key(home: Path) -> bytes:
+    """This machine's own."""
     home.expanduser().mkdir(parents=True, exist_ok=True)
     file = home.expanduser() / "resume.key"
     with contextlib.suppress(FileExistsError):

@@ -25,7 +25,7 @@ RENEW_S = 5.0
 MAX_REOPENS = 3
 REOPEN_BACKOFF_S = 0.1
 SUSPECT_AFTER_S = 2.0
-"""A replica tells something every half second; a silent one gets no new work."""
+"""A replica tells something several times a second; a silent one gets no new work."""
 SUSPECT_FOR_S = 30.0
 
 
@@ -44,7 +44,11 @@ class BusPort(Protocol):
         """Opens the bus; for `positions` see `deployments.bus.BusHub.messages`."""
         ...
 
-    async def cancel(self, names: tuple[str, ...], ingress: str, replica: str) -> None: ...
+    async def cancel(
+        self, names: tuple[str, ...], ingress: str, replica: str, *, keep: bool
+    ) -> None:
+        """Stops streams; `keep` leaves what was answered there to be attached."""
+        ...
 
     async def renew(self, ingress: str, replica: str) -> None: ...
 
@@ -174,6 +178,13 @@ class ModelBus:
         followed = self._followed.get(name)
         if followed is not None and followed.replica is not None:
             self._link(followed.replica).cancel(name)
+        self.forget(name)
+
+    def park(self, name: str) -> None:
+        """Stops a stream where it is, so that it can go on from there."""
+        followed = self._followed.get(name)
+        if followed is not None and followed.replica is not None:
+            self._spawn(self._link(followed.replica).park(name))
         self.forget(name)
 
     def names_on(self, replica: str) -> list[str]:
@@ -368,6 +379,10 @@ class _Link:
             self._is_cancelling = True
             self._spawn(self._send_cancels())
 
+    async def park(self, name: str) -> None:
+        call = self._port.cancel((name,), self._ingress, self.replica, keep=True)
+        await self._attempt(call)
+
     async def renew(self) -> None:
         await self._attempt(self._port.renew(self._ingress, self.replica))
 
@@ -375,7 +390,9 @@ class _Link:
         try:
             while self._to_cancel:
                 names = tuple(self._to_cancel)
-                await self._attempt(self._port.cancel(names, self._ingress, self.replica))
+                await self._attempt(
+                    self._port.cancel(names, self._ingress, self.replica, keep=False)
+                )
                 # What came meanwhile for these was on its way already.
                 self._to_cancel.difference_update(names)
         finally:

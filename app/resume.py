@@ -163,6 +163,11 @@ class ResumableStreams:
             self._keep(entry)
             self._shrink()
 
+    def is_unowned(self, token: str) -> bool:
+        """Whether that stream is here and waits for its client."""
+        entry = self._entries.get(token)
+        return entry is not None and entry.owner is None
+
     def find(self, token: str, tenant: str) -> Stream | None:
         """The tenant's stream of that token, if it is here; its owner stays."""
         entry = self._entries.get(token)

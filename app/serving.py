@@ -23,6 +23,8 @@ class Stream:
     """One running or finished answer. `cancel` may be called at any time, more than once.
 
     Attributes:
+        park: stops the computation while nobody waits; `unpark` goes on from there. Both are
+            harmless at any time.
         token: names the stream for `resume_stream` on any ingress; signed, so it cannot be
             guessed. Empty for one that cannot be resumed.
     """
@@ -33,6 +35,8 @@ class Stream:
     queue_position: int | None = None
     prompt_tokens: int = 0
     cancel: Callable[[], None] = lambda: None
+    park: Callable[[], None] = lambda: None
+    unpark: Callable[[], None] = lambda: None
     token: str = ""
 
 

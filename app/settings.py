@@ -122,9 +122,9 @@ class LimitSettings(_Section):
     max_failovers: int = Field(default=2, ge=0, le=100)
     """Replicas that a stream may lose in a row, without a token between, before it fails."""
     orphan_lease_s: float = Field(default=1.5, ge=0.5, le=600)
-    """Time that a stream runs on after its ingress was lost, for another to take it over."""
+    """Time that a stream is computed on after its ingress was lost, for another to take it over."""
     resume_window_s: float = Field(default=30.0, ge=0, le=3600)
-    """Time that a stream is kept after its connection was lost, and after its end; 0: not at all."""
+    """Time that a stream can be resumed after its connection was lost, and after its end; 0: never."""
     drain_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
     """Time that running streams have to end when their replica is replaced or scaled away."""
     heartbeat_s: float = Field(default=15.0, gt=0, le=600)

@@ -136,6 +136,7 @@ class _Flight:
         self._begin = begin
         self._on_end = on_end
         self._riders: dict[_Rider, None] = {}
+        self._parked: set[_Rider] = set()
         self._has_leader = False
         self._moved_log: TokenLog | None = None
         self.opening = self._start()
@@ -144,18 +145,44 @@ class _Flight:
         """Whether this rider is the first of all."""
         is_leader, self._has_leader = not self._has_leader, True
         self._riders[rider] = None
+        self.unpark(rider)
         return is_leader
 
     def leave(self, rider: _Rider) -> None:
         """One rider less; without any the generation is given up."""
         self._riders.pop(rider, None)
+        self._parked.discard(rider)
         if self._riders:
+            self._rest()
             return
         self._on_end()
         if not self.opening.done():
             self.opening.cancel()
-        elif not self.opening.cancelled() and self.opening.exception() is None:
-            self.opening.result().cancel()
+        elif (stream := self._opened()) is not None:
+            stream.cancel()
+
+    def park(self, rider: _Rider) -> None:
+        """Nobody waits for this rider's answer at present; when that is so for all, it rests."""
+        if rider in self._riders:
+            self._parked.add(rider)
+            self._rest()
+
+    def unpark(self, rider: _Rider) -> None:
+        self._parked.discard(rider)
+        if (stream := self._opened()) is not None:
+            stream.unpark()
+
+    def _rest(self) -> None:
+        stream = self._opened()
+        if stream is not None and self._parked.issuperset(self._riders):
+            stream.park()
+
+    def _opened(self) -> Stream | None:
+        """The generation now, once it is open."""
+        opening = self.opening
+        if not opening.done() or opening.cancelled() or opening.exception() is not None:
+            return None
+        return opening.result()
 
     def goes_on_after(self, log: TokenLog) -> bool:
         """Whether the end of this log is not the end of the answer.
@@ -245,7 +272,13 @@ class _Rider:
             # Nothing can grow or end any more, so it needs no view: an answer of the cache.
             return stream
         self._read(shared)
-        return dataclasses.replace(stream, log=self._log, cancel=self._cancel)
+        return dataclasses.replace(
+            stream,
+            log=self._log,
+            cancel=self._cancel,
+            park=lambda: self._flight.park(self),
+            unpark=lambda: self._flight.unpark(self),
+        )
 
     def change(self, shared: Stream) -> None:
         """Goes on with another generation of the same answer."""

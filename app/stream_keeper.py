@@ -20,6 +20,8 @@ from protocol.errors import InvalidRequest, ResumeExpired
 from protocol.request import InferenceRequest
 from protocol.token_log import TokenLog
 
+PARK_AFTER_S = 1.0
+"""A client that comes back sooner finds its stream running; later, it goes on from where it was."""
 MIN_TICK_S = 0.01
 """Streams whose time is up at nearly the same time go together."""
 
@@ -70,12 +72,17 @@ class StreamKeeper:
         """
         stream = self._resumable.find(token, tenant) or await self._fetch(token, tenant)
         check_last_seq(stream.log, last_seq)
-        return self._resumable.take(stream.token, tenant, owner)
+        taken = self._resumable.take(stream.token, tenant, owner)
+        taken.unpark()
+        return taken
 
     def detach(self, stream: Stream, owner: Owner, *, has_all: bool = False) -> None:
         """`owner` is gone, or `has_all` been sent: keeps the stream for the window."""
         self._resumable.detach(stream, owner, has_all=has_all)
         self._set_timer()
+        if not has_all and stream.log.terminal is None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(PARK_AFTER_S, self._park, stream, context=self._own_context)
 
     def drop(self, stream: Stream, owner: Owner) -> None:
         """`owner`'s client does not want the stream any more: cancels it."""
@@ -111,6 +118,10 @@ class StreamKeeper:
         self._resumable.add(stream)
         self._set_timer()
         return stream
+
+    def _park(self, stream: Stream) -> None:
+        if self._resumable.is_unowned(stream.token):
+            stream.park()
 
     def _set_timer(self) -> None:
         if self._timer is not None:

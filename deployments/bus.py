@@ -5,9 +5,9 @@ the ingress that follows it carries whatever is new in all of them, one message 
 step appends to all logs in one go, and that wakes the bus once. While a message waits
 for a slow ingress the logs grow, and the next message takes all of it.
 
-A stream that no open bus carries is an orphan: it gets `lease_s` to be taken over by
-another ingress, and is then given up. Ended streams are kept for `keep_s`, so that the end
-can still be fetched.
+A stream that no open bus carries is an orphan: after `lease_s` it is parked, which means that
+nobody computes it any more. Parked and ended streams are kept for `keep_s`: another ingress
+can fetch them, and have the former go on anywhere.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class BusStream:
         ingress: whose bus carries it.
         idle_since_s: when it lost its bus, or ended; None while it runs and is carried.
         first_seq: of the first delta that this replica adds.
+        is_parked: it is computed no more, for want of a client, and could go on.
     """
 
     submit: wire.Submit
@@ -62,6 +63,7 @@ class BusStream:
     accepted_s: float = field(init=False)
     first_seq: int = field(init=False)
     idle_since_s: float | None = None
+    is_parked: bool = False
     unsubscribe: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -74,7 +76,7 @@ class BusStream:
 
     @property
     def has_ended(self) -> bool:
-        return self.log.terminal is not None
+        return self.is_parked or self.log.terminal is not None
 
 
 class Bus:
@@ -203,12 +205,20 @@ class BusHub:
         stream.unsubscribe = stream.log.subscribe(lambda: self._news(name, stream))
         self._carry(name, stream, stream.first_seq)
 
-    def cancel(self, names: tuple[str, ...], ingress: str) -> None:
-        """Gives streams of an ingress up; unknown ones are nothing new, and another's go on."""
+    def cancel(self, names: tuple[str, ...], ingress: str, *, keep: bool = False) -> None:
+        """Gives streams of an ingress up; unknown ones are nothing new, and another's go on.
+
+        Args:
+            keep: what was answered can still be attached for a while.
+        """
         for name in names:
             stream = self._streams.get(name)
-            if stream is not None and stream.ingress == ingress:
+            if stream is None or stream.ingress != ingress:
+                continue
+            if not keep:
                 self.discard(stream)
+            elif not stream.has_ended:
+                self._park(stream)
 
     def discard(self, stream: BusStream) -> None:
         """Gives one stream up; harmless when another has taken its place.
@@ -244,7 +254,8 @@ class BusHub:
             age_s=self._clock() - stream.accepted_s,
             accepted=stream.accepted,
             deltas=stream.log.deltas,
-            terminal=stream.log.terminal,
+            terminal=None if stream.is_parked else stream.log.terminal,
+            is_parked=stream.is_parked,
         )
 
     def renew(self, ingress: str) -> None:
@@ -285,10 +296,13 @@ class BusHub:
             if stream.idle_since_s is None:
                 continue
             allowed_s = self._keep_s if stream.has_ended else self._lease_s
-            if now_s - stream.idle_since_s >= allowed_s:
-                if not stream.has_ended:
-                    logger.info("request %s has no ingress any more, given up", name)
+            if now_s - stream.idle_since_s < allowed_s:
+                continue
+            if stream.has_ended:
                 self._forget(stream)
+            else:
+                logger.info("request %s has no ingress any more, it waits for another", name)
+                self._park(stream)
 
     def _open(self, ingress: str, positions: Mapping[str, int]) -> Bus:
         former = self._buses.get(ingress)
@@ -298,14 +312,14 @@ class BusHub:
         bus.renewed_s = self._clock()
         for name, stream in self._streams.items():
             # Of the ended ones it gets only what it asks for: the others had their end told.
-            is_wanted = name in positions or not stream.has_ended
+            is_wanted = not stream.is_parked if name in positions else not stream.has_ended
             if stream.ingress == ingress and is_wanted:
                 position = positions.get(name, stream.first_seq)
                 self._carry(name, stream, position if position >= 0 else maybe_here(position))
         for name, position in positions.items():
             if position < 0:
                 continue
-            if name not in self._streams:
+            if name not in self._streams or self._streams[name].is_parked:
                 bus.drop(name, UNKNOWN_STREAM)
             elif self._streams[name].ingress != ingress:
                 bus.drop(name, TAKEN_OVER)
@@ -338,6 +352,16 @@ class BusHub:
         for stream in self._streams.values():
             if stream.ingress == ingress and not stream.has_ended:
                 stream.idle_since_s = self._clock()
+
+    def _park(self, stream: BusStream) -> None:
+        """Stops the computation, and keeps what there is as if it were an end."""
+        stream.unsubscribe()
+        stream.abandon()
+        stream.is_parked = True
+        self._end(stream.name, stream)
+        bus = self._buses.get(stream.ingress)
+        if bus is not None:
+            bus.drop(stream.name, UNKNOWN_STREAM)
 
     def _forget(self, stream: BusStream) -> None:
         stream.unsubscribe()

@@ -108,8 +108,10 @@ class ModelReplica:
     async def submit(self, payload: bytes, *, route: wire.Route) -> bytes:
         return await self._service.submit(payload, self._admit)
 
-    async def cancel(self, names: tuple[str, ...], ingress: str, *, route: wire.Route) -> None:
-        self._service.cancel(names, ingress)
+    async def cancel(
+        self, names: tuple[str, ...], ingress: str, keep: bool, *, route: wire.Route
+    ) -> None:
+        self._service.cancel(names, ingress, keep=keep)
 
     async def attach(self, name: str, ingress: str, *, route: wire.Route) -> bytes:
         """A packed `Attached`, or nothing: an exception would be wrapped on its way."""

@@ -23,7 +23,7 @@ from protocol.errors import ServingError
 
 Admit = Callable[[Sequence], Awaitable[int | ServingError]]
 """Brings one sequence to `ModelService.admit`, alone or with others."""
-TICK_S = 0.5
+TICK_S = 0.25
 LIKELY_ANSWER_TOKENS = 512
 """Of one request, where its limit is higher; the router takes as much for a new one."""
 
@@ -78,9 +78,9 @@ class ModelService:
             return wire.encode(wire.SubmitReply(replica=self._replica, refused=error.info))
         return wire.encode(wire.SubmitReply(replica=self._replica, accepted=accepted))
 
-    def cancel(self, names: tuple[str, ...], ingress: str) -> None:
+    def cancel(self, names: tuple[str, ...], ingress: str, *, keep: bool = False) -> None:
         """Gives streams up; unknown ones are nothing new."""
-        self._hub.cancel(names, ingress)
+        self._hub.cancel(names, ingress, keep=keep)
 
     def attach(self, name: str, ingress: str) -> bytes:
         """A packed `Attached`: the stream goes on on the bus of that ingress.

@@ -94,7 +94,8 @@ class BusMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 class Attached(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A stream that another ingress takes over, with all its deltas so far.
 
-    `age_s` is the time since this replica accepted it.
+    `age_s` is the time since this replica accepted it. One that `is_parked` is computed no
+    more, and has to be submitted again to go on.
     """
 
     submit: Submit
@@ -102,6 +103,7 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     deltas: tuple[TokenDelta, ...] = ()
     terminal: Terminal | None = None
     age_s: float = 0.0
+    is_parked: bool = False
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

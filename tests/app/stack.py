@@ -271,9 +271,11 @@ class InProcessModel:
     def bus(self, ingress: str, positions: dict[str, int], replica: str) -> TaskRecords:
         return self._replica(replica).bus(ingress, positions)
 
-    async def cancel(self, names: tuple[str, ...], ingress: str, replica: str) -> None:
+    async def cancel(
+        self, names: tuple[str, ...], ingress: str, replica: str, *, keep: bool = False
+    ) -> None:
         await self._replica(replica).reach("cancel")
-        self._replica(replica).service.cancel(names, ingress)
+        self._replica(replica).service.cancel(names, ingress, keep=keep)
 
     async def attach(self, name: str, ingress: str, replica: str) -> bytes:
         await self._replica(replica).reach("attach")

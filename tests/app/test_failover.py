@@ -73,7 +73,7 @@ def question(**fields: Any) -> InferenceRequest:
 
 def long_question(**fields: Any) -> InferenceRequest:
     """Its answer, by `talks_on`, ends at its limit."""
-    return ask("Talk.", cache="bypass", **{"max_tokens": 24, **fields})
+    return ask("Talk.", **{"cache": "bypass", "max_tokens": 24, **fields})
 
 
 def told(log: TokenLog) -> tuple[Any, ...]:
@@ -382,6 +382,37 @@ async def test_one_who_was_promised_an_answer_waits_for_a_place() -> None:
         second.cancel()
         await eventually(lambda: first.replica == "m2")
         assert first.log.terminal is None
+
+
+async def test_the_refusals_of_one_who_waits_for_a_place_are_no_losses() -> None:
+    async with running_stack(
+        talks_on,
+        num_replicas=2,
+        with_cache=False,
+        max_num_seqs=1,
+        max_waiting=1,
+        token_interval_s=0.002,
+    ) as stack:
+        generations = []
+        for name in ("m1", "m1", "m2", "m2"):
+            stack.model.board.set_replicas([name])
+            stream = await stack.graph.open_stream(long_question(max_tokens=4000))
+            generations.append(stack.graph._live[stream.request.request_id])
+        stack.model.board.set_replicas(["m1", "m2"])
+        begun, queued, running, waiting = generations
+        await eventually(lambda: begun.log.next_seq)
+        stack.replicas[0].kill()
+        m2 = stack.replicas[1]
+
+        def num_tries() -> int:
+            return sum(submit.request.request_id == queued.name for submit in m2.submits)
+
+        await eventually(lambda: num_tries() >= 3)
+        for other in (begun, running, waiting):
+            other.cancel()
+        await eventually(lambda: queued.replica == "m2" and queued.log.next_seq > 20)
+        assert queued.log.terminal is None
+        assert queued.failovers == 1
 
 
 # ------------------------------------------------------------------ limits of the request
@@ -919,3 +950,72 @@ def _harm(stack: Stack, replica: InProcessReplica, what: str, hung: set[InProces
     else:
         replica.wake_up()
         hung.discard(replica)
+
+
+# ------------------------------------------------------------------ nobody waits
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7])
+async def test_a_parked_stream_costs_nothing_and_goes_on_where_it_was(cut: int) -> None:
+    expected = await undisturbed(long_question(), script=talks_on)
+    async with two_ingresses() as (stack, other):
+        brake_all(stack, cut)
+        stream = await stack.graph.open_stream(long_question())
+        await until_at(stack, stream, cut, expected)
+        stream.park()
+        stream.park()
+        release_others(stack)
+        await stack.until_idle()
+        assert stream.log.terminal is None
+        stream.unpark()
+        stream.unpark()
+        await terminal_of(stream.log)
+        assert told(stream.log) == told(expected)
+        assert stack.graph.failovers_total == 0
+        assert stack.graph._live == {}
+
+
+async def test_a_parked_stream_goes_on_at_another_ingress() -> None:
+    expected = await undisturbed(long_question(), script=talks_on)
+    async with two_ingresses() as (stack, other):
+        brake_all(stack, 5)
+        first = await stack.graph.open_stream(long_question())
+        await until_at(stack, first, 5, expected)
+        first.park()
+        release_others(stack)
+        await stack.until_idle()
+        second = await other.resume_stream(first.token, "red")
+        await terminal_of(second.log)
+        assert told(second.log) == told(expected)
+
+
+async def test_a_shared_generation_rests_only_when_all_its_riders_do() -> None:
+    expected = await undisturbed(long_question(), script=talks_on)
+    async with two_ingresses() as (stack, _):
+        brake_all(stack, 5)
+        first = await stack.graph.open_stream(long_question(cache="auto"))
+        second = await stack.graph.open_stream(long_question(cache="auto"))
+        assert second.cache.outcome == "coalesced"
+        await until_at(stack, first, 5, expected)
+        first.park()
+        await asyncio.sleep(0.05)
+        assert sum(replica.num_live for replica in stack.replicas) == 1
+        second.park()
+        release_others(stack)
+        await stack.until_idle()
+        second.unpark()
+        await terminal_of(second.log)
+        assert told(second.log)[0] == told(expected)[0]
+
+
+async def test_a_parked_stream_that_is_cancelled_is_over() -> None:
+    async with two_ingresses() as (stack, _):
+        brake_all(stack, 5)
+        stream = await stack.graph.open_stream(long_question())
+        stream.park()
+        stream.cancel()
+        stream.unpark()
+        assert stream.log.terminal is not None
+        assert stream.log.terminal.finish_reason == "cancelled"
+        release_others(stack)
+        await stack.until_idle()

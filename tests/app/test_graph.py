@@ -139,7 +139,9 @@ class FakeModel:
                 else:
                     self._bus.say(wire.Part(name, step.deltas, step.terminal))
 
-    async def cancel(self, names: tuple[str, ...], ingress: str, replica: str) -> None:
+    async def cancel(
+        self, names: tuple[str, ...], ingress: str, replica: str, *, keep: bool = False
+    ) -> None:
         self.cancels += names
 
     async def renew(self, ingress: str, replica: str) -> None:

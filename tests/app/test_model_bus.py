@@ -54,7 +54,9 @@ class FakePort:
             messages.fail(self.refusals.pop(0))
         return messages
 
-    async def cancel(self, names: tuple[str, ...], ingress: str, replica: str) -> None:
+    async def cancel(
+        self, names: tuple[str, ...], ingress: str, replica: str, *, keep: bool = False
+    ) -> None:
         self.cancels.append((replica, tuple(sorted(names))))
         await self.gate.wait()
 

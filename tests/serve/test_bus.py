@@ -225,6 +225,9 @@ async def test_an_orphan_runs_for_its_lease_and_no_longer() -> None:
     assert replica.abandoned == []
     replica.pass_s(0.1)
     assert replica.abandoned == ["s"]
+    parked = replica.hub.attach("s", "b")
+    assert (parked.is_parked, parked.terminal) == (True, None)
+    replica.pass_s(KEEP_S)
     assert not replica.hub.has("s")
 
 
@@ -461,3 +464,28 @@ async def test_an_ingress_cannot_cancel_what_another_has_taken_over() -> None:
     assert replica.abandoned == []
     replica.hub.cancel(("s",), "b")
     assert replica.abandoned == ["s"]
+
+
+async def test_a_parked_stream_is_computed_no_more_and_can_be_fetched_for_a_while() -> None:
+    replica = Replica()
+    log = replica.accept("s", "a")
+    ingress = Ingress(replica.hub, "a")
+    log.append(token(0))
+    await ingress.news()
+    replica.hub.cancel(("s",), "a", keep=True)
+    assert replica.abandoned == ["s"]
+    # The engine ends it as cancelled; nobody is told that as its end.
+    log.finish(Terminal(finish_reason="cancelled"))
+    told = await ingress.parts()
+    assert [part.terminal for part in told] == [UNKNOWN_STREAM]
+    attached = replica.hub.attach("s", "b")
+    assert attached.is_parked
+    assert (attached.deltas, attached.terminal) == ((token(0),), None)
+    assert replica.hub.num_live == 0
+    other = Ingress(replica.hub, "b", {"s": maybe_here(1)})
+    assert await other.parts() == []
+    again = replica.accept("s", "b", answered=1, epoch=attached.submit.epoch)
+    again.append(token(1))
+    assert await other.parts() == [wire.Part("s", (token(1),))]
+    replica.pass_s(KEEP_S)
+    assert replica.hub.has("s")
