@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 INFO_MAX_AGE_S = 10.0
 """A rollout may bring another model: after this time the replicas are asked again what they serve."""
 INFO_PATIENCE_S = 1.0
+INFO_TIMEOUT_S = 2.0
+"""A replica tells it at once: while none is there, probes and first requests hear so and do not hang."""
 NOWHERE_ELSE = ""
 """Stands for the replica in the token of a stream that only this ingress can resume."""
 STORE_TIMEOUT_S = 5.0
@@ -494,13 +496,13 @@ class Graph:
         Raises:
             ServingError: `overloaded` when no replica answers in time or at all.
         """
+        timeout_s = min(INFO_TIMEOUT_S, self._limits.failover.accept_timeout_s)
         try:
-            async with asyncio.timeout(self._limits.failover.accept_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await call
         except TimeoutError:
             raise Overloaded(
-                f"no model replica answered within {self._limits.failover.accept_timeout_s:g} s",
-                retry_after_s=1,
+                f"no model replica answered within {timeout_s:g} s", retry_after_s=1
             ) from None
         except ServingError:
             raise

@@ -53,6 +53,7 @@ class BusStream:
         idle_since_s: when it lost its bus, or ended; None while it runs and is carried.
         first_seq: of the first delta that this replica adds.
         is_parked: it is computed no more, for want of a client, and could go on.
+        is_admitted: whether the engine has taken it; a bus carries it from then on.
     """
 
     submit: wire.Submit
@@ -64,6 +65,7 @@ class BusStream:
     first_seq: int = field(init=False)
     idle_since_s: float | None = None
     is_parked: bool = False
+    is_admitted: bool = True
     unsubscribe: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -105,6 +107,11 @@ class Bus:
         self._cursors.pop(name, None)
         self._gone[name] = terminal
         self._changed.set()
+
+    def forget(self, name: str) -> None:
+        """Nothing more is said of the stream that had this name."""
+        self._cursors.pop(name, None)
+        self._gone.pop(name, None)
 
     def wake(self) -> None:
         """Makes a message due, if only as a sign of life."""
@@ -203,7 +210,23 @@ class BusHub:
         self._streams[name] = stream
         stream.accepted_s = self._clock()
         stream.unsubscribe = stream.log.subscribe(lambda: self._news(name, stream))
+        if stream.ingress in self._buses:
+            self._buses[stream.ingress].forget(name)
         self._carry(name, stream, stream.first_seq)
+
+    def admitted(self, stream: BusStream) -> None:
+        """The engine has taken a stream; it may have been cancelled meanwhile."""
+        stream.is_admitted = True
+        if self._streams.get(stream.name) is stream:
+            self._carry(stream.name, stream, stream.first_seq)
+
+    def refused(self, stream: BusStream) -> None:
+        """The engine has not taken a stream, and only the reply to its submission tells that.
+
+        On the bus it would be taken for the end of a later submission of the same name.
+        """
+        if self._streams.get(stream.name) is stream:
+            self._forget(stream)
 
     def cancel(self, names: tuple[str, ...], ingress: str, *, keep: bool = False) -> None:
         """Gives streams of an ingress up; unknown ones are nothing new, and another's go on.
@@ -328,7 +351,7 @@ class BusHub:
     def _carry(self, name: str, stream: BusStream, next_seq: int) -> None:
         """Puts a stream on its ingress's bus, if that is open."""
         bus = self._buses.get(stream.ingress)
-        if bus is not None:
+        if bus is not None and stream.is_admitted:
             bus.carry(name, stream.log.cursor(next_seq))
         if not stream.has_ended:
             stream.idle_since_s = self._clock() if bus is None else None

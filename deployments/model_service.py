@@ -146,15 +146,18 @@ class ModelService:
             queue_position=0,
         )
         # Known before it is admitted, so that a cancel can never miss it.
-        stream = BusStream(submit, accepted, log, lambda: self._engine.abort(sequence))
+        stream = BusStream(
+            submit, accepted, log, lambda: self._engine.abort(sequence), is_admitted=False
+        )
         self._hub.add(stream)
         try:
             admitted = await admit(sequence)
             if isinstance(admitted, ServingError):
                 raise admitted
         except BaseException:
-            self._hub.discard(stream)
+            self._hub.refused(stream)
             raise
+        self._hub.admitted(stream)
         return msgspec.structs.replace(accepted, queue_position=admitted)
 
     def load(self) -> wire.Load:

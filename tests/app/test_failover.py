@@ -958,7 +958,7 @@ def _harm(stack: Stack, replica: InProcessReplica, what: str, hung: set[InProces
 @pytest.mark.parametrize("cut", [0, 1, 7])
 async def test_a_parked_stream_costs_nothing_and_goes_on_where_it_was(cut: int) -> None:
     expected = await undisturbed(long_question(), script=talks_on)
-    async with two_ingresses() as (stack, other):
+    async with two_ingresses() as (stack, _):
         brake_all(stack, cut)
         stream = await stack.graph.open_stream(long_question())
         await until_at(stack, stream, cut, expected)

@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 
-from tests.app.stack import MODEL, echo, on_air, running_stack, talks_on, until_metrics
+from tests.app.stack import MODEL, PATIENCE_S, echo, on_air, running_stack, talks_on, until_metrics
 from tests.app.talker import talking
 
 
@@ -30,6 +31,23 @@ async def test_alive_and_ready_are_two_questions() -> None:
             assert int(response.headers["retry-after"]) >= 1
             assert "secret" not in response.text
             assert (await site.http.get("/healthz")).status_code == 200
+
+
+async def test_a_house_without_a_model_tells_so_sooner_than_it_gives_a_request_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("app.graph.INFO_TIMEOUT_S", 0.05)
+    async with running_stack() as stack, on_air(stack.graph) as site:
+
+        async def hang() -> bytes:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        stack.model.info = hang  # type: ignore[method-assign]
+        for path in ("/readyz", "/v1/models"):
+            response = await site.http.get(path, timeout=PATIENCE_S / 2)
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) >= 1
 
 
 async def test_the_page_is_served_fresh() -> None:

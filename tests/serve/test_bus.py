@@ -489,3 +489,25 @@ async def test_a_parked_stream_is_computed_no_more_and_can_be_fetched_for_a_whil
     assert await other.parts() == [wire.Part("s", (token(1),))]
     replica.pass_s(KEEP_S)
     assert replica.hub.has("s")
+
+
+async def test_a_refused_stream_leaves_no_end_that_a_later_one_of_its_name_would_take() -> None:
+    replica = Replica()
+    ingress = Ingress(replica.hub, "a")
+    await ingress.news()
+    for is_taken in (False, True):
+        request = InferenceRequest(request_id="s", tenant="t", model="m", prompt="p")
+        submit = wire.Submit(request=request, ingress="a", answered=())
+        accepted = wire.Accepted(revision="r", prompt_tokens=1, queue_position=0)
+        log = TokenLog()
+        stream = BusStream(submit, accepted, log, lambda: None, is_admitted=False)
+        replica.hub.add(stream)
+        if is_taken:
+            log.append(token(0))
+            replica.hub.admitted(stream)
+            assert await ingress.parts() == [wire.Part("s", (token(0),))]
+        else:
+            log.finish(Terminal(finish_reason="error"))
+            assert await ingress.parts() == []
+            replica.hub.refused(stream)
+            assert await ingress.parts() == []
