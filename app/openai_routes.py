@@ -206,8 +206,8 @@ async def read_json(request: Request, max_bytes: int) -> bytes:
                 break
             else:
                 parts.clear()
-    except ClientDisconnect:
-        raise InvalidRequest("the connection ended within the body") from None
+    except ClientDisconnect as error:
+        raise InvalidRequest("the connection ended within the body") from error
     if size > max_bytes:
         raise InputTooLarge(
             f"the body has {'over ' if size > max_bytes * DRAIN_FACTOR else ''}{size} bytes, "

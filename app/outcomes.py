@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from starlette.requests import ClientDisconnect
+
 from app.serving import Stream
 from protocol.errors import ERROR_BY_CODE, ErrorInfo, InternalError, Overloaded, ServingError
 from protocol.token_log import CacheResult
@@ -112,7 +114,7 @@ class RequestRecord:
             yield
         except ServingError as error:
             self.failed(error)
-            self.ended()
+            self.ended(has_left=isinstance(error.__cause__, ClientDisconnect))
             raise
         except Exception:
             self.failed(InternalError("the request could not be prepared"))

@@ -61,8 +61,8 @@ class ModelSettings(_Section):
     """Requests that one replica computes at the same time."""
     max_model_len: int | None = Field(default=None, ge=16, le=10_000_000)
     """Longest prompt + answer, in tokens; null: what the model was trained for."""
-    max_num_batched_tokens: int = Field(default=512, ge=257, le=1_000_000)
-    """Tokens of one step, decodes and prompts together; at least `max_num_seqs` + 256."""
+    max_num_batched_tokens: int = Field(default=384, ge=257, le=1_000_000)
+    """Tokens of one step; more prefill faster and pause streams longer. At least `max_num_seqs` + 256."""
     max_waiting: int = Field(default=256, ge=1, le=1_000_000)
     """Requests queued in one replica; one more is refused with `overloaded`."""
     max_waiting_tokens: int = Field(default=0, ge=0, le=10_000_000_000)

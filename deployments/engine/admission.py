@@ -18,7 +18,7 @@ from deployments.engine.config import EngineConfig
 from deployments.engine.sequence import Sequence
 from protocol.errors import DuplicateId, Overloaded
 
-CLAIM_S = 10.0
+CLAIM_S = 3.0
 """How long a refused tenant counts as one that asks: its share is kept free so long."""
 LEAST_RETRY_S, MOST_RETRY_S = 0.1, 30.0
 UNKNOWN_RETRY_S = 1.0
@@ -47,7 +47,7 @@ class Admission:
 
     Alone, a tenant may take every place. Where several ask, that is hold something or were
     refused in the last `CLAIM_S`, each holds at most its part of the places and of the queued
-    tokens; but a place nobody else asked for is never left idle. A refused tenant that holds
+    tokens; but a place nobody else asked for lately is never left idle. A refused tenant that holds
     nothing is before everyone who asks after it, so that none starves even where there are
     more tenants than places.
 

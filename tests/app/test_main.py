@@ -33,7 +33,7 @@ def test_a_model_that_is_not_prepared_is_named_with_the_way_to_get_it(tmp_path: 
 
 def test_values_that_do_not_go_together_are_named(tmp_path: Path) -> None:
     model = {"backend": "mock", "max_num_seqs": 600}
-    with pytest.raises(SettingsError, match=r"model: max_num_batched_tokens is 512.*856"):
+    with pytest.raises(SettingsError, match=r"model: max_num_batched_tokens is 384.*856"):
         build({"home": str(tmp_path), **MOCK, "model": model})
 
 
