@@ -243,6 +243,9 @@ class Generation:
             reply.replica,
             self._clock() - lost_s,
         )
+        if reply.replica != self.replica:
+            # What a former one keeps is out of date, and a RESUME must not find it.
+            self._bus.discard(self.name, self.replica)
         self._follow(reply)
 
     async def _submit(self, deadline_s: float, avoid: tuple[str, ...]) -> wire.SubmitReply:

@@ -180,6 +180,11 @@ class ModelBus:
             self._link(followed.replica).cancel(name)
         self.forget(name)
 
+    def discard(self, name: str, replica: str) -> None:
+        """Has a replica forget what it keeps of a stream that goes on elsewhere."""
+        if replica in self._links or replica in self._board.replicas:
+            self._link(replica).cancel(name)
+
     def park(self, name: str) -> None:
         """Stops a stream where it is, so that it can go on from there."""
         followed = self._followed.get(name)

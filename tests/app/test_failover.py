@@ -1019,3 +1019,27 @@ async def test_a_parked_stream_that_is_cancelled_is_over() -> None:
         assert stream.log.terminal.finish_reason == "cancelled"
         release_others(stack)
         await stack.until_idle()
+
+
+async def test_what_a_former_replica_keeps_of_a_stream_is_forgotten_when_it_goes_on_elsewhere() -> (
+    None
+):
+    expected = await undisturbed(long_question(), script=talks_on)
+    async with two_ingresses() as (stack, other):
+        brake_all(stack, 5)
+        first = await stack.graph.open_stream(long_question())
+        await until_at(stack, first, 5, expected)
+        former = home_of(stack, first)
+        first.park()
+        release_others(stack)
+        await stack.until_idle()
+        brake_all(stack, 9)
+        # Busy as it is, it would not be chosen again.
+        stack.model.board.charge(former.name, 1_000_000)
+        first.unpark()
+        await eventually(lambda: home_of(stack, first) is not former)
+        await eventually(lambda: not former.service._hub.has(first.request.request_id))
+        release_others(stack)
+        second = await other.resume_stream(first.token, "red")
+        await terminal_of(second.log)
+        assert told(second.log) == told(expected)
