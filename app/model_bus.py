@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from deployments import wire
 from deployments.bus import maybe_here
 from deployments.replica_board import ReplicaBoard, ReplicaGone
+from protocol.errors import Replaced
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,8 @@ class ModelBus:
         self._clock = clock
         self._spawn = spawn
         self._followed: dict[str, _Followed] = {}
+        # Streams that rest where they are. Only that another ingress took one is of interest.
+        self._parked: dict[str, Sink] = {}
         self._links: dict[str, _Link] = {}
         self._ticked_s = self._renewed_s = clock()
         self._watch: asyncio.Task[None] | None = None
@@ -142,6 +145,7 @@ class ModelBus:
 
     def expect(self, name: str, sink: Sink) -> None:
         """From now on parts of this stream are kept for `sink`, until it is followed."""
+        self._parked.pop(name, None)
         former = self._followed.get(name)
         self._followed[name] = followed = _Followed(sink)
         if former is not None and former.replica is None:
@@ -169,6 +173,7 @@ class ModelBus:
 
     def forget(self, name: str) -> None:
         """The stream has ended."""
+        self._parked.pop(name, None)
         followed = self._followed.pop(name, None)
         if followed is not None and followed.replica not in self._board.replicas:
             self._close_idle()
@@ -191,6 +196,8 @@ class ModelBus:
         if followed is not None and followed.replica is not None:
             self._spawn(self._link(followed.replica).park(name))
         self.forget(name)
+        if followed is not None:
+            self._parked[name] = followed.sink
 
     def names_on(self, replica: str) -> list[str]:
         """Streams that are followed on a replica."""
@@ -318,8 +325,14 @@ class ModelBus:
     def _refuse(self, replica: str, part: wire.Part) -> None:
         """Nobody here follows this stream there."""
         link = self._links.get(replica)
-        if part.terminal is None and link is not None:
+        terminal = part.terminal
+        if terminal is None and link is not None:
             link.cancel(part.stream)
+        elif terminal is not None and terminal.error is not None:
+            sink = self._parked.get(part.stream)
+            if sink is not None and terminal.error.code == Replaced.code:
+                # What we have of it grows old while it goes on there.
+                self._hand_over(_Followed(sink), part)
 
     def _give_up(self, link: _Link, why: str) -> None:
         """Ends a link; whatever it carried is lost there."""

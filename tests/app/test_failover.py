@@ -1043,3 +1043,28 @@ async def test_what_a_former_replica_keeps_of_a_stream_is_forgotten_when_it_goes
         second = await other.resume_stream(first.token, "red")
         await terminal_of(second.log)
         assert told(second.log) == told(expected)
+
+
+async def test_a_parked_stream_that_another_ingress_took_is_over_here_and_can_come_back() -> None:
+    expected = await undisturbed(long_question(), script=talks_on)
+    async with two_ingresses() as (stack, other):
+        brake_all(stack, 5)
+        first = await stack.graph.open_stream(long_question())
+        await until_at(stack, first, 5, expected)
+        first.park()
+        release_others(stack)
+        await stack.until_idle()
+        brake_all(stack, 9)
+        second = await other.resume_stream(first.token, "red")
+        gone = await terminal_of(first.log)
+        assert gone.error is not None
+        assert gone.error.code == "replaced"
+        assert first.request.request_id not in stack.graph._live
+        await eventually(lambda: second.log.next_seq >= 8)
+        second.park()
+        release_others(stack)
+        await stack.until_idle()
+        third = await stack.graph.resume_stream(first.token, "red")
+        assert third.log.next_seq >= 8
+        await terminal_of(third.log)
+        assert told(third.log) == told(expected)
