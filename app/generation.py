@@ -174,18 +174,18 @@ class Generation:
         if self.log.terminal is not None or self.accepted is None or self.is_parked:
             return
         self.is_parked = True
-        if self._recovery is not None:
-            self._recovery.cancel()
-            self._recovery = None
-        self._bus.park(self.name)
+        if self._recovery is None:
+            self._bus.park(self.name)
+        # Else it is on its way to a replica, and to stop that might leave no replica with it.
 
     def unpark(self) -> None:
         """Goes on, on any replica, behind what was answered."""
         if self.log.terminal is not None or self.accepted is None or not self.is_parked:
             return
         self.is_parked = False
-        self._bus.expect(self.name, self)
-        self._go_elsewhere(self.accepted, avoid=())
+        if self._recovery is None:
+            self._bus.expect(self.name, self)
+            self._go_elsewhere(self.accepted, avoid=())
 
     def cancel(self) -> None:
         """Stops the computation; harmless at any time, more than once."""
@@ -220,12 +220,20 @@ class Generation:
             deadline_s = lost_s + self._limits.failover_timeout_s
             reply = await self._submit(deadline_s, avoid)
         except ServingError as error:
-            self._fail(error)
+            self._not_moved(error)
         except Exception:
             logger.exception("request %s could not be moved", self.name)
-            self._fail(InternalError("the model replica failed; try again"))
+            self._not_moved(InternalError("the model replica failed; try again"))
         else:
             self._go_on(reply, accepted, lost_s)
+
+    def _not_moved(self, error: ServingError) -> None:
+        self._recovery = None
+        if self.is_parked:
+            # Nobody waits for it now; whoever comes may find a replica.
+            self._bus.park(self.name)
+        else:
+            self._fail(error)
 
     def _go_on(self, reply: wire.SubmitReply, former: wire.Accepted, lost_s: float) -> None:
         self._recovery = None
@@ -243,10 +251,9 @@ class Generation:
             reply.replica,
             self._clock() - lost_s,
         )
-        if reply.replica != self.replica:
-            # What a former one keeps is out of date, and a RESUME must not find it.
-            self._bus.discard(self.name, self.replica)
         self._follow(reply)
+        if self.is_parked and self._recovery is None and self.log.terminal is None:
+            self._bus.park(self.name)
 
     async def _submit(self, deadline_s: float, avoid: tuple[str, ...]) -> wire.SubmitReply:
         """The first acceptance.

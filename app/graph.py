@@ -46,6 +46,8 @@ INFO_MAX_AGE_S = 10.0
 INFO_PATIENCE_S = 1.0
 INFO_TIMEOUT_S = 2.0
 """A replica tells it at once: while none is there, probes and first requests hear so and do not hang."""
+FIND_GRACE_S = 0.25
+"""Time for the other replicas to tell of a stream that one has found."""
 NOWHERE_ELSE = ""
 """Stands for the replica in the token of a stream that only this ingress can resume."""
 STORE_TIMEOUT_S = 5.0
@@ -53,6 +55,10 @@ STORE_TIMEOUT_S = 5.0
 
 
 class ModelPort(BusPort, SubmitPort, Protocol):
+    async def find(self, name: str, replica: str) -> bytes:
+        """A packed `Found`, or nothing when that replica has no such stream."""
+        ...
+
     async def attach(self, name: str, ingress: str, replica: str) -> bytes:
         """A packed `Attached`, or nothing when that replica has no such stream."""
         ...
@@ -362,24 +368,71 @@ class Graph:
         return log
 
     async def _attach(self, named: Named) -> tuple[str, wire.Attached]:
-        """Has its replica move a stream to our bus.
+        """Has the replica that knows most of a stream move it to our bus.
 
         Raises:
             ResumeExpired: no replica has it.
         """
-        # After a failover it is not where the token says.
-        replicas = [named.replica, *(self._board.replicas - {named.replica})]
-        replicas.sort(key=self._board.is_suspect)
-        for replica in replicas if named.replica else ():
+        copies = await self._find(named) if named.replica else []
+        for replica in copies:
             try:
                 async with asyncio.timeout(self._limits.failover.submit_timeout_s):
                     raw = await self._model.attach(named.stream, self._bus.ingress, replica)
             except Exception as error:
-                logger.info("stream %s is not at %s: %r", named.stream, replica, error)
+                logger.info("stream %s cannot be had from %s: %r", named.stream, replica, error)
                 continue
             if raw:
+                copies.remove(replica)
+                await self._end_copies(named.stream, copies)
                 return replica, wire.decode_attached(raw)
         raise resume_expired()
+
+    async def _end_copies(self, name: str, replicas: list[str]) -> None:
+        """Has replicas forget their old copies of a stream, and other ingresses those that they follow."""
+
+        async def end(replica: str) -> None:
+            await self._model.attach(name, self._bus.ingress, replica)
+            await self._model.cancel((name,), self._bus.ingress, replica, keep=False)
+
+        calls = [asyncio.create_task(end(replica)) for replica in replicas]
+        if not calls:
+            return
+        _, late = await asyncio.wait(calls, timeout=FIND_GRACE_S)
+        for call in late:
+            call.cancel()
+        failed = await asyncio.gather(*calls, return_exceptions=True)
+        for replica, error in zip(replicas, failed, strict=True):
+            if error is not None:
+                logger.info("stream %s may still have a copy at %s: %r", name, replica, error)
+
+    async def _find(self, named: Named) -> list[str]:
+        """The replicas that have a stream, the newest copy first.
+
+        After a failover it is not where its token says. All are asked at once; when one has it,
+        those that are silent are not waited for much longer.
+        """
+        calls = {
+            asyncio.create_task(self._model.find(named.stream, replica)): replica
+            for replica in self._board.replicas | {named.replica}
+        }
+        found: dict[str, wire.Found] = {}
+        waiting = set(calls)
+        deadline_s = self._clock() + self._limits.failover.submit_timeout_s
+        try:
+            while waiting and (left_s := deadline_s - self._clock()) > 0:
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                for call in done:
+                    if (error := call.exception()) is not None:
+                        logger.info("%s cannot tell of a stream: %r", calls[call], error)
+                    elif raw := call.result():
+                        found[calls[call]] = wire.decode_found(raw)
+                        deadline_s = min(deadline_s, self._clock() + FIND_GRACE_S)
+        finally:
+            for call in waiting:
+                call.cancel()
+        return sorted(found, key=lambda replica: msgspec.structs.astuple(found[replica]))[::-1]
 
     async def _generate(
         self, request: InferenceRequest, info: ModelInfo, outcome: CacheOutcome, started_s: float

@@ -185,11 +185,6 @@ class ModelBus:
             self._link(followed.replica).cancel(name)
         self.forget(name)
 
-    def discard(self, name: str, replica: str) -> None:
-        """Has a replica forget what it keeps of a stream that goes on elsewhere."""
-        if replica in self._links or replica in self._board.replicas:
-            self._link(replica).cancel(name)
-
     def park(self, name: str) -> None:
         """Stops a stream where it is, so that it can go on from there."""
         followed = self._followed.get(name)
@@ -327,7 +322,11 @@ class ModelBus:
         link = self._links.get(replica)
         terminal = part.terminal
         if terminal is None and link is not None:
-            link.cancel(part.stream)
+            if part.stream in self._parked:
+                # It left before the replica heard that the stream is to rest, if it ever did.
+                self._spawn(link.park(part.stream))
+            else:
+                link.cancel(part.stream)
         elif terminal is not None and terminal.error is not None:
             sink = self._parked.get(part.stream)
             if sink is not None and terminal.error.code == Replaced.code:

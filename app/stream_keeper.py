@@ -81,8 +81,7 @@ class StreamKeeper:
         self._resumable.detach(stream, owner, has_all=has_all)
         self._set_timer()
         if not has_all and stream.log.terminal is None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(PARK_AFTER_S, self._park, stream, context=self._own_context)
+            self._park_soon(stream)
 
     def drop(self, stream: Stream, owner: Owner) -> None:
         """`owner`'s client does not want the stream any more: cancels it."""
@@ -117,7 +116,13 @@ class StreamKeeper:
             raise resume_expired() from None
         self._resumable.add(stream)
         self._set_timer()
+        # Whoever asked may have left meanwhile.
+        self._park_soon(stream)
         return stream
+
+    def _park_soon(self, stream: Stream) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(PARK_AFTER_S, self._park, stream, context=self._own_context)
 
     def _park(self, stream: Stream) -> None:
         if self._resumable.is_unowned(stream.token):

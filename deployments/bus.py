@@ -255,6 +255,17 @@ class BusHub:
             if bus is not None:
                 bus.drop(stream.name, UNKNOWN_STREAM)
 
+    def find(self, name: str) -> wire.Found | None:
+        """What is here of a stream, if anything; changes nothing."""
+        stream = self._streams.get(name)
+        if stream is None:
+            return None
+        return wire.Found(
+            epoch=stream.submit.epoch,
+            next_seq=stream.log.next_seq,
+            is_live=not stream.is_parked,
+        )
+
     def attach(self, name: str, ingress: str) -> wire.Attached:
         """Moves a stream to another ingress, whose bus carries what is not in the reply.
 

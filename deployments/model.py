@@ -113,6 +113,9 @@ class ModelReplica:
     ) -> None:
         self._service.cancel(names, ingress, keep=keep)
 
+    async def find(self, name: str, *, route: wire.Route) -> bytes:
+        return self._service.find(name)
+
     async def attach(self, name: str, ingress: str, *, route: wire.Route) -> bytes:
         """A packed `Attached`, or nothing: an exception would be wrapped on its way."""
         try:

@@ -82,6 +82,11 @@ class ModelService:
         """Gives streams up; unknown ones are nothing new."""
         self._hub.cancel(names, ingress, keep=keep)
 
+    def find(self, name: str) -> bytes:
+        """A packed `Found`, or nothing."""
+        found = self._hub.find(name)
+        return b"" if found is None else wire.encode(found)
+
     def attach(self, name: str, ingress: str) -> bytes:
         """A packed `Attached`: the stream goes on on the bus of that ingress.
 

@@ -106,6 +106,18 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_parked: bool = False
 
 
+class Found(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How far a replica's copy of a stream has come; the greatest of several is the newest.
+
+    A replica that seemed lost, or where a stream rested before it went on elsewhere, may still
+    have an old copy. All of them tell the same tokens.
+    """
+
+    epoch: int
+    next_seq: int
+    is_live: bool
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model being served, as clients and the cache need to know it."""
 
@@ -152,6 +164,7 @@ decode_submit = msgspec.msgpack.Decoder(Submit).decode
 decode_submit_reply = msgspec.msgpack.Decoder(SubmitReply).decode
 decode_bus_message = msgspec.msgpack.Decoder(BusMessage).decode
 decode_attached = msgspec.msgpack.Decoder(Attached).decode
+decode_found = msgspec.msgpack.Decoder(Found).decode
 decode_info = msgspec.msgpack.Decoder(ModelInfo).decode
 decode_stored = msgspec.msgpack.Decoder(StoredStream).decode
 decode_lookup_reply = msgspec.msgpack.Decoder(LookupReply).decode

@@ -277,6 +277,10 @@ class InProcessModel:
         await self._replica(replica).reach("cancel")
         self._replica(replica).service.cancel(names, ingress, keep=keep)
 
+    async def find(self, name: str, replica: str) -> bytes:
+        await self._replica(replica).reach("find")
+        return self._replica(replica).service.find(name)
+
     async def attach(self, name: str, ingress: str, replica: str) -> bytes:
         await self._replica(replica).reach("attach")
         try:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.graph import Graph
+from app.graph import FIND_GRACE_S, Graph
 from app.model_bus import MAX_REOPENS, TICK_S
 from app.resume import ResumeTokens
 from app.serving import Stream
@@ -1021,9 +1021,7 @@ async def test_a_parked_stream_that_is_cancelled_is_over() -> None:
         await stack.until_idle()
 
 
-async def test_what_a_former_replica_keeps_of_a_stream_is_forgotten_when_it_goes_on_elsewhere() -> (
-    None
-):
+async def test_the_newest_copy_of_a_stream_is_resumed() -> None:
     expected = await undisturbed(long_question(), script=talks_on)
     async with two_ingresses() as (stack, other):
         brake_all(stack, 5)
@@ -1033,14 +1031,62 @@ async def test_what_a_former_replica_keeps_of_a_stream_is_forgotten_when_it_goes
         first.park()
         release_others(stack)
         await stack.until_idle()
-        brake_all(stack, 9)
-        # Busy as it is, it would not be chosen again.
+        brake_all(stack, 12)
+        # Busy as it is, it would not be chosen again; its copy stays, and the token names it.
         stack.model.board.charge(former.name, 1_000_000)
         first.unpark()
         await eventually(lambda: home_of(stack, first) is not former)
-        await eventually(lambda: not former.service._hub.has(first.request.request_id))
-        release_others(stack)
+        await until_at(stack, first, 12, expected)
         second = await other.resume_stream(first.token, "red")
+        assert second.log.next_seq == 12
+        # Whoever followed another copy hears of it, and the old one is gone.
+        assert (await terminal_of(first.log)).error is not None
+        assert not former.service.find(first.request.request_id)
+        release_others(stack)
+        await terminal_of(second.log)
+        assert told(second.log) == told(expected)
+
+
+async def test_a_replica_that_does_not_answer_hardly_delays_a_resume() -> None:
+    expected = await undisturbed(long_question(), script=talks_on)
+    async with two_ingresses() as (stack, other):
+        brake_all(stack, 5)
+        first = await stack.graph.open_stream(long_question())
+        await until_at(stack, first, 5, expected)
+        home = home_of(stack, first)
+        bystander = next(replica for replica in stack.replicas if replica is not home)
+        bystander.hang()
+        release_others(stack, bystander)
+        async with asyncio.timeout(10 * FIND_GRACE_S):
+            second = await other.resume_stream(first.token, "red")
+        bystander.wake_up()
+        await terminal_of(second.log)
+        assert told(second.log) == told(expected)
+
+
+@pytest.mark.parametrize("comes_back", ["here", "there"])
+async def test_a_client_that_leaves_while_its_stream_is_being_moved_can_come_back(
+    comes_back: str,
+) -> None:
+    expected = await undisturbed(long_question(), script=talks_on)
+    async with two_ingresses() as (stack, other):
+        brake_all(stack, 5)
+        first = await stack.graph.open_stream(long_question())
+        await until_at(stack, first, 5, expected)
+        first.park()
+        release_others(stack)
+        await stack.until_idle()
+        brake_all(stack, 9)
+        # The submission is on its way and nowhere yet; it must not be lost with what it replaces.
+        first.unpark()
+        await asyncio.sleep(0)
+        first.park()
+        assert first.log.terminal is None
+        await eventually(lambda: sum(len(replica.submits) for replica in stack.replicas) == 2)
+        await stack.until_idle()
+        release_others(stack)
+        graph = stack.graph if comes_back == "here" else other
+        second = await graph.resume_stream(first.token, "red")
         await terminal_of(second.log)
         assert told(second.log) == told(expected)
 

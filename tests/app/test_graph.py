@@ -147,6 +147,9 @@ class FakeModel:
     async def renew(self, ingress: str, replica: str) -> None:
         raise NotImplementedError
 
+    async def find(self, name: str, replica: str) -> bytes:
+        raise NotImplementedError
+
     async def attach(self, name: str, ingress: str, replica: str) -> bytes:
         raise NotImplementedError
 

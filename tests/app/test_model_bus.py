@@ -39,6 +39,7 @@ class FakePort:
     refusals: list[Exception] = field(default_factory=list)
     opened: list[tuple[str, FakeMessages]] = field(default_factory=list)
     cancels: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    parked: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     renewals: list[str] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """What a cancel waits for."""
@@ -57,7 +58,8 @@ class FakePort:
     async def cancel(
         self, names: tuple[str, ...], ingress: str, replica: str, *, keep: bool = False
     ) -> None:
-        self.cancels.append((replica, tuple(sorted(names))))
+        calls = self.parked if keep else self.cancels
+        calls.append((replica, tuple(sorted(names))))
         await self.gate.wait()
 
     async def renew(self, ingress: str, replica: str) -> None:
@@ -201,6 +203,25 @@ async def test_only_the_replica_that_has_accepted_is_heard() -> None:
         await here.settle()
         assert early.seqs == [0, 1]
         assert {*here.port.cancels} == {("m1", ("s",))}
+
+
+async def test_what_comes_of_a_stream_that_was_just_parked_does_not_cancel_it() -> None:
+    async with house() as here:
+        stream = here.follow("s")
+        await here.settle()
+        here.port.last("m1").say(part("s", 0))
+        await here.settle()
+        here.bus.park("s")
+        # It had left the replica before that heard of it; or it never did.
+        here.port.last("m1").say(part("s", 1))
+        await here.settle()
+        assert stream.seqs == [0]
+        assert here.port.cancels == []
+        assert {*here.port.parked} == {("m1", ("s",))}
+        here.bus.forget("s")
+        here.port.last("m1").say(part("s", 2))
+        await here.settle()
+        assert here.port.cancels == [("m1", ("s",))]
 
 
 async def test_an_end_that_was_told_too_early_does_not_count() -> None:
