@@ -13,13 +13,14 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from ray.serve._private.common import ReplicaID
 from ray.serve._private.request_router.common import PendingRequest, ReplicaQueueLengthCache
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import RequestRouter
 
+from deployments.departed import find_departed
 from deployments.replica_board import MARGIN_TOKENS, ReplicaBoard, ReplicaGone, board_of
 from deployments.wire import Route
 
@@ -52,14 +53,17 @@ class PrefixRouter(RequestRouter):
         margin_tokens: int = MARGIN_TOKENS,
         by_prefix: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        find: Callable[[ReplicaID], Awaitable[RunningReplica]] = find_departed,
     ) -> None:
         """Serve calls it once, with `request_router_kwargs`.
 
         Args:
             margin_tokens: see `ReplicaBoard`.
             by_prefix: False chooses as Serve does: the shorter queue of two drawn by lot.
+            find: reaches a replica that was never in the running set here, or raises `ReplicaGone`.
         """
         self._by_prefix = by_prefix
+        self._find_departed = find
         self._clock = clock
         self._board: ReplicaBoard = board_of(self._deployment_id.name)
         self._board.margin_tokens = margin_tokens
@@ -128,7 +132,7 @@ class PrefixRouter(RequestRouter):
         """
         route = _route(pending_request)
         if route.replica is not None:
-            return self._pinned(route.replica, is_retry)
+            return await self._pinned(route.replica, is_retry)
         ranks = self._choose_replicas_with_backoff(pending_request)
         try:
             return await self._first_free(ranks, route, is_retry)
@@ -158,15 +162,17 @@ class PrefixRouter(RequestRouter):
     def _is_alive(self, replica: RunningReplica) -> bool:
         return self._board.has_reported(replica.replica_id.unique_id, ALIVE_S)
 
-    def _pinned(self, name: str, is_retry: bool) -> RunningReplica:
+    async def _pinned(self, name: str, is_retry: bool) -> RunningReplica:
         if is_retry:
             raise ReplicaGone(f"{self._deployment_id.name} replica {name} did not take the call")
         for replica in self._replicas.values():
             if replica.replica_id.unique_id == name:
                 return replica
-        if name in self._departed:
-            return self._departed[name][0]
-        raise ReplicaGone(f"{self._deployment_id.name} has no replica {name}")
+        if name not in self._departed:
+            # Perhaps it drains, and did so before we came.
+            found = await self._find_departed(ReplicaID(name, self._deployment_id))
+            self._departed[name] = (found, self._clock())
+        return self._departed[name][0]
 
     async def _probe_queue_lens(
         self, replicas: list[RunningReplica], backoff_index: int

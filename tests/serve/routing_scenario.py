@@ -56,6 +56,16 @@ class Echo:
             await asyncio.sleep(0.05)
 
 
+@ray.remote(num_cpus=0)
+class Newcomer:
+    """A process that has never asked any replica."""
+
+    async def ask(self, name: str) -> str:
+        handle = serve.get_deployment_handle("Echo", "echo").options(_by_reference=False)
+        answer, _ = await handle.who.remote(route=Route(replica=name))
+        return str(answer)
+
+
 class Scenario:
     def __init__(self, handle: Any, board: ReplicaBoard) -> None:
         self._handle = handle.options(_by_reference=False)
@@ -160,6 +170,7 @@ async def play(scenario: Scenario) -> dict[str, Any]:
     told["heard"] = changes
     (leaving,) = set(names) - board.replicas
     told["drain_pin"] = await s.ask(Route(replica=leaving)) == leaving
+    told["drain_pin_of_newcomer"] = await Newcomer.remote().ask.remote(leaving) == leaving
     told["drain_stream"] = await anext(holds[leaving]) == leaving
     told["drain_others"] = leaving not in {await s.ask() for _ in range(10)}
     for stream in holds.values():

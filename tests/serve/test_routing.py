@@ -81,9 +81,16 @@ class Routing:
             initial_backoff_s=0.001,
             max_backoff_s=0.001,
         )
-        self.router.initialize_state(clock=self.clock, **options)
+        self.router.initialize_state(clock=self.clock, find=self._find, **options)
+        self.unheard_of: dict[str, FakeReplica] = {}
+        """Replicas that drained before the router came."""
         self.replicas = {name: FakeReplica(self.deployment, name) for name in names}
         self.set_replicas(names)
+
+    async def _find(self, replica_id: ReplicaID) -> Any:
+        if replica_id.unique_id not in self.unheard_of:
+            raise ReplicaGone(f"no replica {replica_id.unique_id}")
+        return self.unheard_of.pop(replica_id.unique_id)
 
     @property
     def board(self) -> ReplicaBoard:
@@ -137,6 +144,14 @@ async def test_a_replica_that_left_is_reached_by_its_name_only() -> None:
     assert routing.board.replicas == {"b"}
     routing.set_replicas("ab")
     assert await routing.ask(Route(replica="a")) == "a"
+
+
+async def test_a_replica_that_left_before_we_came_is_reached_by_its_name_only() -> None:
+    routing = Routing("ab")
+    routing.unheard_of["old"] = FakeReplica(routing.deployment, "old")
+    assert [await routing.ask(Route(replica="old")) for _ in range(3)] == ["old"] * 3
+    assert {await routing.ask(Route(chain=(i,))) for i in range(10)} == {"a", "b"}
+    assert routing.board.replicas == {"a", "b"}
 
 
 async def test_replicas_that_left_are_forgotten_in_time_and_beyond_a_number() -> None:
@@ -337,6 +352,7 @@ class TestOnARealCluster:
     def test_a_draining_replica_is_reached_by_its_name_only(self, told: dict[str, Any]) -> None:
         assert told["heard"] == [1]
         assert told["drain_pin"]
+        assert told["drain_pin_of_newcomer"]
         assert told["drain_stream"]
         assert told["drain_others"]
 
