@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -26,6 +27,8 @@ from app.launcher import is_ready, serve_environment
 ROOT = Path(__file__).resolve().parent.parent
 READY_WITHIN_S = 300.0
 STOPPED_WITHIN_S = 20.0
+LOWEST_PORT, HIGHEST_PORT = 12_000, 32_000
+MAX_INGRESSES = 100
 DASHBOARD = re.compile(r"dashboard at (?:\x1b\[\d+m|http://)*([\w.]+:\d+)")
 
 
@@ -33,21 +36,46 @@ class ClusterFailed(Exception):
     """The server did not come up; the message ends with the last lines of its log."""
 
 
-def free_port() -> int:
-    """A TCP port that nothing on this machine listens on now."""
+def free_port(count: int = 1) -> int:
+    """The first of so many TCP ports in a row that nothing on this machine uses now.
+
+    Below those that the kernel gives to outgoing connections: one of these may be taken by
+    any process between this look and its use.
+
+    Raises:
+        OSError: there are none.
+    """
+    chance = random.SystemRandom()
+    for _ in range(200):
+        first = chance.randrange(LOWEST_PORT, HIGHEST_PORT - count)
+        if all(map(_is_free, range(first, first + count))):
+            return first
+    raise OSError(f"no {count} free ports in a row from {LOWEST_PORT} to {HIGHEST_PORT}")
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        # As servers do: what a closed connection leaves behind is no hindrance.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+        return True
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster: the root of all its processes, what they print, and their files."""
+    """A running cluster: the root of all its processes, what they print, and their files.
+
+    Attributes:
+        ingress_ports: replicas that HAProxy reaches directly listen on one of these.
+    """
 
     process: psutil.Process
     log: Path
     folder: Path
+    ingress_ports: range
 
     def processes(self) -> list[psutil.Process]:
         """All that belong to it now, HAProxy included though its starter may have left it."""
@@ -75,15 +103,12 @@ class Cluster:
 def serving(
     command: Sequence[str],
     url: str,
-    first_ingress_port: int,
     *,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Cluster]:
     """Runs `command`, which serves at `url`, for as long as the context lasts.
 
     Args:
-        first_ingress_port: replicas that HAProxy reaches directly listen on one of the
-            hundred ports from here.
         environment: goes before deploy/serve.env.
 
     Raises:
@@ -92,12 +117,14 @@ def serving(
     # Unix sockets lie below, and their paths must stay under 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="sdb-", dir="/tmp" if os.name == "posix" else None))
     log = folder / "serve.log"
+    first_port = free_port(MAX_INGRESSES)
+    ingress_ports = range(first_port, first_port + MAX_INGRESSES)
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=_environment(folder, first_ingress_port, environment or {}),
+                env=_environment(folder, ingress_ports, environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -105,14 +132,14 @@ def serving(
             )
         try:
             _wait_until_ready(process, url, log)
-            yield Cluster(psutil.Process(process.pid), log, folder)
+            yield Cluster(psutil.Process(process.pid), log, folder, ingress_ports)
         finally:
             _stop(process)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _environment(folder: Path, first_ingress_port: int, extra: Mapping[str, str]) -> dict[str, str]:
+def _environment(folder: Path, ingress_ports: range, extra: Mapping[str, str]) -> dict[str, str]:
     own: Mapping[str, str] = {
         "RAY_TMPDIR": str(folder),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy" / "haproxy.cfg"),
@@ -123,8 +150,8 @@ def _environment(folder: Path, first_ingress_port: int, extra: Mapping[str, str]
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_ingress_port),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_ingress_port + 99),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ingress_ports[0]),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ingress_ports[-1]),
         # Nobody is left to drain when a measurement is over.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }

@@ -47,7 +47,7 @@ from deployments.engine.config import EngineConfig
 from deployments.engine.runner import available_cores, choose_dtype
 from deployments.engine.weights import resolve
 
-FIRST_INGRESS_PORTS = {"seedance": 33100, "baseline": 33200}
+CONTENDERS = ("seedance", "baseline")
 BATCH_WAIT_S = 60.0
 """The baseline's `batch_wait_timeout_s`, longer than any batch runs: its best case under this
 load. Ray forms the next batch while one runs, and a short window makes many small ones."""
@@ -140,7 +140,7 @@ def measure(contender: Contender, load: Load, rows: int) -> Run:
         await run_load(target, load.warm_up(rows))
         return await run_load(target, load)
 
-    with serving(contender.command, contender.url, FIRST_INGRESS_PORTS[contender.name]):
+    with serving(contender.command, contender.url):
         return asyncio.run(warm_up_and_run())
 
 
@@ -211,7 +211,7 @@ def main() -> int:
     load = load_from(options)
     # The servers are stopped on the way out, however we end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    runs: dict[str, list[Run]] = {name: [] for name in FIRST_INGRESS_PORTS}
+    runs: dict[str, list[Run]] = {name: [] for name in CONTENDERS}
     progress = sys.stderr if options.json else sys.stdout
     try:
         document, settings = read_config(options.config)

@@ -34,7 +34,6 @@ from bench.compare import conditions
 from bench.cpu import own_cpu_s, read_cpu_times
 from bench.wire_clients import ConnectionFailed, WebSocketClient, open_websocket
 
-FIRST_INGRESS_PORT = 33400
 CONNECTIONS = (100, 500)
 ANSWER_TOKENS = 4
 WARM_UP_S = 1.0
@@ -259,7 +258,7 @@ def measure_seedance(connections: Sequence[int], window_s: float) -> dict[int, F
         file = Path(folder) / "serve.yaml"
         file.write_text(yaml.safe_dump(config))
         command = [str(Path(sys.executable).with_name("serve")), "run", str(file)]
-        with serving(command, f"http://127.0.0.1:{port}", FIRST_INGRESS_PORT) as cluster:
+        with serving(command, f"http://127.0.0.1:{port}") as cluster:
             asyncio.run(answer_once(url, request))
             time.sleep(WARM_UP_S)
             return {

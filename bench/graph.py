@@ -50,7 +50,6 @@ DEFAULTS_OF_SERVE = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1",
 }
 """What deploy/serve.env changes, as Ray has it."""
-FIRST_INGRESS_PORT = 33300
 IDLE_S = 3.0
 SETTLE_S = 1.0
 ANSWER_TOKENS = {"paced": 400, "flat out": 256}
@@ -173,7 +172,6 @@ def measure(variant: Variant, streams: int, window_s: float) -> dict[str, Figure
         with serving(
             command,
             f"http://{address}",
-            FIRST_INGRESS_PORT,
             environment={STEPS_FILE: str(steps)} | variant.environment,
         ) as cluster:
             url = f"{variant.scheme}://{address}{variant.path}"

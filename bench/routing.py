@@ -31,8 +31,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from app.client import SeedanceClient
-from app.client_stream import ConnectionLost
+from app.client import ConnectionLost, SeedanceClient
 from app.launcher import read_config
 from app.settings import SettingsError
 from bench.cluster import ROOT, ClusterFailed, free_port, serving
@@ -40,7 +39,6 @@ from bench.compare import conditions
 from bench.workload import ASKED, PADDING, TOPICS, make_arrivals
 from protocol.errors import ServingError
 
-FIRST_INGRESS_PORT = 33500
 POLICIES = ("prefix", "default")
 SYSTEM_SENTENCES = 12
 SOCKETS = 8
@@ -237,7 +235,7 @@ def measure(
         file = Path(folder) / "serve_config.yaml"
         file.write_text(yaml.safe_dump(server_config(document, policy, port, options)))
         command = [sys.executable, "-c", "from app.cli import main; main()", "serve", str(file)]
-        with serving(command, url, FIRST_INGRESS_PORT):
+        with serving(command, url):
             return asyncio.run(warm_up_and_run())
 
 

@@ -26,7 +26,6 @@ from bench.cpu import kind_of
 from tests.chaos.rubbish import RUBBISH_SWITCH
 from tests.e2e.cluster import KEY_A, config_for
 
-FIRST_INGRESS_PORT = 34_000
 WHOLE_WITHIN_S = 180.0
 MODEL, INGRESS, CACHE = "replica Model", "replica Ingress", "replica PromptCache"
 CONTROLLER, HAPROXY, PYTHON_PROXY = "controller", "HAProxy", "Python proxy"
@@ -67,9 +66,9 @@ class House:
 
         def num_sockets(pid: int) -> int:
             sockets = psutil.Process(pid).net_connections(kind="tcp")
-            ports = range(FIRST_INGRESS_PORT, FIRST_INGRESS_PORT + 100)
             return sum(
-                each.status == psutil.CONN_ESTABLISHED and each.laddr.port in ports
+                each.status == psutil.CONN_ESTABLISHED
+                and each.laddr.port in self.cluster.ingress_ports
                 for each in sockets
             )
 
@@ -189,7 +188,7 @@ def running_house(
         command = [str(Path(sys.executable).with_name("serve")), "run", str(file)]
         url = f"http://127.0.0.1:{port}"
         own = {RUBBISH_SWITCH: str(rubbish), **(environment or {})}
-        with serving(command, url, FIRST_INGRESS_PORT, environment=own) as cluster:
+        with serving(command, url, environment=own) as cluster:
             house = House(url, cluster, Path(folder), config, rubbish)
             model, ingress = args["model"]["num_replicas"], args["ingress"]["num_replicas"]
             house.until(

@@ -18,7 +18,6 @@ from bench.cluster import free_port, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY_A, KEY_B = "sk-test-a", "sk-test-b"
-FIRST_INGRESS_PORT = 30_000
 
 
 @dataclass(frozen=True)
@@ -63,5 +62,5 @@ def running_server(**args: Any) -> Iterator[Server]:
         config.write_text(yaml.safe_dump(config_for(port, **args)))
         command = [str(Path(sys.executable).with_name("seedance")), "serve", str(config)]
         url = f"http://127.0.0.1:{port}"
-        with serving(command, url, FIRST_INGRESS_PORT) as cluster:
+        with serving(command, url) as cluster:
             yield Server(url=url, log=cluster.log, process=cluster.process)
