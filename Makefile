@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve dev test chaos lint format models clean
+.PHONY: help install serve dev test chaos fuzz lint format schemas models clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -33,6 +33,10 @@ lint: $(STAMP)  ## ruff, mypy, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+schemas: $(STAMP)  ## write the frames' types into docs/
+	$(BIN)/python -m protocol.schemas > docs/schemas/seedance.v1.json
+	$(BIN)/python -m protocol.async_api > docs/asyncapi.yaml
+
 format: $(STAMP)  ## rewrite in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -43,6 +47,11 @@ test: lint models  ## lint, then every test: units, a real Serve cluster, the re
 REPEATS ?= 10
 chaos: $(STAMP) models  ## kill and hang parts of a cluster, REPEATS=10 times each: about an hour
 	$(BIN)/pytest tests/chaos -m chaos --repeats $(REPEATS)
+
+SECONDS ?= 600
+fuzz: $(STAMP)  ## fuzz the protocol for SECONDS=600
+	$(BIN)/python -m pip install --quiet -e '.[fuzz]'
+	$(BIN)/python bench/fuzz.py --seconds $(SECONDS)
 
 clean:  ## remove what was installed and built here (prepared models stay)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -10,6 +11,24 @@ from app.settings import AuthSettings
 from protocol.errors import Unauthorized
 
 DEFAULT_TENANT = "default"
+
+
+class CredentialFilter(logging.Filter):
+    """Drops the headers that hold a credential from what the WebSocket library logs at debug."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args
+        if record.levelno > logging.DEBUG or not isinstance(args, tuple) or not args:
+            return True
+        return str(args[0]).lower() not in ("authorization", "sec-websocket-protocol")
+
+
+_CREDENTIAL_FILTER = CredentialFilter()
+
+
+def hide_credentials() -> None:
+    """Keeps keys and tickets out of the log, at any level; further calls do nothing."""
+    logging.getLogger("uvicorn.error").addFilter(_CREDENTIAL_FILTER)
 
 
 def hash_key(key: str) -> str:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from app.client import SeedanceClient
-from app.client_stream import ClientStream, ConnectionLost
+from app.client import ClientStream, ConnectionLost, SeedanceClient
 from protocol.errors import ContextLengthExceeded, ServingError, Unauthorized
 from protocol.request import Message
 from protocol.token_log import CacheOutcome

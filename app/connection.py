@@ -3,7 +3,7 @@
 Reader, writer and requests are separate tasks. The reader waits for no send,
 unless its peer floods us and takes no answer, so a healthy peer's frames are read,
 and its pings answered, whatever the model does; everything that leaves goes
-through one queue.
+through one `Outbox`.
 """
 
 from __future__ import annotations
@@ -19,39 +19,44 @@ from typing import Any
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
+from app.incoming import IncomingRequest
 from app.openai_errors import report_incident
+from app.outbox import Outbox
 from app.outcomes import RequestOutcomes, RequestRecord
+from app.relay import Relay
 from app.serving import Stream
 from app.stream_keeper import StreamKeeper
 from protocol.errors import Replaced, ServingError
-from protocol.frames import Hello
+from protocol.frames import Hello, InferReq, Resume
 from protocol.parse import inference_request
+from protocol.request import InferenceRequest
 from protocol.session import (
     CancelRequest,
     Close,
+    EndRequest,
     Event,
+    GrantCredit,
+    InputArrived,
+    ReceiveRequest,
     ResumeRequest,
     Send,
     Session,
     SessionLimits,
     StartRequest,
 )
-from protocol.token_log import CacheOutcome, Cursor, Terminal
+from protocol.token_log import CacheOutcome, Terminal
 
 logger = logging.getLogger(__name__)
 
-OUTBOX_FRAMES = 256
-"""Frames that may wait for one socket before its streams pause."""
-MAX_UNSENT_REPLIES = 1024
-"""Error and pong frames that may wait for a client that floods us and does not read."""
 PEER_GONE = (RuntimeError, OSError, WebSocketDisconnect)
 """What Starlette and uvicorn raise when the peer is gone in mid-handshake or mid-send."""
-UNREAD_TIMEOUT_S = 10.0
-"""Time that such a client has to begin to read; nothing more of it is read meanwhile."""
 CLOSE_TIMEOUT_S = 2.0
 """Time that a client has to take the last frames before its connection is dropped."""
+UNREAD_CHECKS = 4
+"""How often within its time it is looked whether a client takes anything."""
 LEAVE_TIMEOUT_S = 2.0
 """Time that a client has to leave by itself when it has nothing more to wait for."""
+TOO_SLOW = Close(4410, "nothing was taken of what was sent")
 GOING_AWAY = Close(1001, "this server is going away: connect again")
 
 
@@ -60,7 +65,8 @@ class _Request:
     """A live request of one connection, which owns its stream.
 
     Attributes:
-        next_seq: where it goes on: one above the last token's number that was passed on.
+        asked: what it is, once all of it has come.
+        incoming: what has come of it before.
         is_cancelled: its stream is to be cancelled as soon as it is found.
         has_left: its client does not wait for the end.
     """
@@ -68,10 +74,11 @@ class _Request:
     id: str
     on_replaced: Callable[[_Request], None]
     record: RequestRecord
+    asked: InferReq | Resume | None
     task: asyncio.Task[None] = field(init=False)
+    incoming: IncomingRequest | None = None
     stream: Stream | None = None
-    next_seq: int = 0
-    is_resume: bool = False
+    relay: Relay | None = None
     is_cancelled: bool = False
     has_left: bool = False
 
@@ -92,6 +99,7 @@ class Connection:
         limits: SessionLimits,
         tenant: str,
         model: str,
+        unread_timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._socket = socket
@@ -101,10 +109,9 @@ class Connection:
         self._limits = limits
         self._tenant = tenant
         self._model = model
+        self._unread_timeout_s = unread_timeout_s
         self._clock = clock
-        self._outbox: asyncio.Queue[str | bytes] = asyncio.Queue()
-        self._has_room = asyncio.Event()
-        self._has_room.set()
+        self._outbox = Outbox(self._send, clock)
         self._requests: dict[str, _Request] = {}
         self._tasks: list[asyncio.Task[Any]] = []
         self._has_left = False
@@ -127,7 +134,7 @@ class Connection:
         self._apply(self._session.open(hello))
         self._tasks = [
             asyncio.create_task(self._read(), name="reader"),
-            asyncio.create_task(self._write(), name="writer"),
+            asyncio.create_task(self._outbox.run(), name="writer"),
             asyncio.create_task(self._watch(), name="heartbeat"),
             asyncio.create_task(self._closing.wait(), name="closing"),
         ]
@@ -163,6 +170,9 @@ class Connection:
         tasks = [request.task for request in requests] + self._tasks
         for task in tasks:
             task.cancel()
+        for request in requests:
+            if request.incoming is not None:
+                tasks += request.incoming.close()
         await asyncio.gather(*tasks, return_exceptions=True)
         for request in requests:
             request.record.ended(has_left=True)
@@ -202,8 +212,7 @@ class Connection:
         """Sends what is left, so that the peer sees why it is closed, and then closes."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                while not self._outbox.empty():
-                    await self._send(self._outbox.get_nowait())
+                await self._outbox.flush()
                 await self._socket.close(close.code, close.reason)
         except TimeoutError:
             # It reads nothing, not even this: the server drops the connection when we return.
@@ -222,63 +231,95 @@ class Connection:
     async def _give_way(self) -> None:
         """Lets the writer and other connections run: what came already is received without a pause."""
         await asyncio.sleep(0)
-        if self._outbox.qsize() < OUTBOX_FRAMES + MAX_UNSENT_REPLIES:
-            return
-        try:
-            async with asyncio.timeout(UNREAD_TIMEOUT_S):
-                await self._has_room.wait()
-        except TimeoutError:
-            self._shut(Close(4410, "replies are not read"))
-
-    async def _write(self) -> None:
-        while True:
-            data = await self._outbox.get()
-            if self._outbox.qsize() < OUTBOX_FRAMES:
-                self._has_room.set()
-            await self._send(data)
+        if self._outbox.is_flooded:
+            await self._outbox.until_room()
 
     async def _watch(self) -> None:
+        """Keeps the heartbeat, and looks whether anything is taken of what waits."""
+        check_s = self._unread_timeout_s / UNREAD_CHECKS
         while True:
-            await asyncio.sleep(max(0.0, self._session.next_tick_at - self._clock()))
+            now_s = self._clock()
+            await asyncio.sleep(max(0.0, min(self._session.next_tick_at - now_s, check_s)))
             self._apply(self._session.tick(self._clock()))
+            if self._outbox.stuck_s(self._clock()) >= self._unread_timeout_s:
+                self._shut(TOO_SLOW)
 
     def _apply(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, Send):
-                self._put(event.data)
+                self._outbox.put(event.data)
                 if event.refused is not None:
                     self._outcomes.refuse(event.refused)
-            elif isinstance(event, Close):
-                self._shut(event)
-            elif isinstance(event, StartRequest | ResumeRequest):
+            elif isinstance(event, GrantCredit):
+                relay = self._requests[event.id].relay
+                if relay is not None:
+                    relay.pump()
+            elif isinstance(event, StartRequest | ReceiveRequest | ResumeRequest):
                 self._start(event)
+            elif isinstance(event, InputArrived):
+                incoming = self._requests[event.id].incoming
+                assert incoming is not None, "only a request that is received has input"
+                incoming.arrive()
             elif isinstance(event, CancelRequest):
                 self._cancel(event.id)
+            elif isinstance(event, EndRequest):
+                self._requests[event.id].record.failed(event.error)
+                self._forget(event.id)
+            elif isinstance(event, Close):
+                self._shut(event)
 
-    def _start(self, event: StartRequest | ResumeRequest) -> None:
-        request = _Request(event.id, self._hand_over, self._outcomes.begin())
+    def _start(self, event: StartRequest | ReceiveRequest | ResumeRequest) -> None:
+        request = self._requests.get(event.id)
+        if request is not None and isinstance(event, StartRequest):
+            assert request.incoming is not None, "the last piece of its input came"
+            request.incoming.arrive(event.req)
+            return
+        request = _Request(event.id, self._hand_over, self._outcomes.begin(), None)
         self._requests[event.id] = request
-        if isinstance(event, ResumeRequest):
-            request.is_resume, request.next_seq = True, event.last_seq + 1
-        request.task = asyncio.create_task(self._run_request(request, event))
+        if isinstance(event, ReceiveRequest):
+            request.incoming = IncomingRequest(
+                event.req,
+                self._session,
+                check=self._inference_request,
+                warm=lambda so_far: self._keeper.warm(self._inference_request(so_far)),
+                apply=self._apply,
+            )
+        else:
+            request.asked = event.req
+        request.task = asyncio.create_task(self._run_request(request))
 
-    async def _run_request(self, request: _Request, event: StartRequest | ResumeRequest) -> None:
+    async def _run_request(self, request: _Request) -> None:
         """One request, from its frame to its one terminal frame."""
         id, started_s = request.id, self._clock()
         try:
-            stream = request.stream = await self._stream_of(request, event)
+            if request.incoming is not None:
+                request.asked = await request.incoming.whole()
+            asked = request.asked
+            assert asked is not None, "all of it has come"
+            stream = request.stream = await self._stream_of(request, asked)
             request.record.opened([stream])
             if request.is_cancelled:
                 stream.cancel()
-            self._put(
+            is_resume = isinstance(asked, Resume)
+            self._outbox.put(
                 self._session.accept(
                     id,
                     stream=stream.token or stream.request.request_id,
                     cache=stream.cache,
-                    queue_position=None if request.is_resume else stream.queue_position,
+                    queue_position=None if is_resume else stream.queue_position,
                 )
             )
-            await self._relay(request, stream)
+            self._apply(self._session.take_input(id))
+            request.relay = Relay(
+                id,
+                stream,
+                self._session,
+                self._outbox,
+                next_seq=asked.last_seq + 1 if isinstance(asked, Resume) else 0,
+                boundary=asked.boundary or "grapheme",
+                anchor=asked.anchor or "plain",
+            )
+            await request.relay.run()
             self._keeper.detach(stream, request, has_all=True)
         except asyncio.CancelledError:
             request.has_left = self._requests.get(id) is request
@@ -289,112 +330,86 @@ class Connection:
             self._fail(request, report_incident(error))
         finally:
             request.record.ended(has_left=request.has_left)
+            if request.incoming is not None:
+                request.incoming.close()
             if self._requests.get(id) is request:
                 del self._requests[id]
+                self._apply(self._session.relax())
             if request.stream is not None:
                 self._keeper.detach(request.stream, request)
                 self._log_end(request.stream, self._clock() - started_s)
 
-    async def _stream_of(self, request: _Request, event: StartRequest | ResumeRequest) -> Stream:
-        """The stream that a frame asks for.
+    async def _stream_of(self, request: _Request, asked: InferReq | Resume) -> Stream:
+        """The stream that is asked for.
 
         Raises:
             ServingError: it could not start, or not go on.
         """
-        if isinstance(event, ResumeRequest):
-            return await self._keeper.resume(event.stream, self._tenant, event.last_seq, request)
-        asked = inference_request(
-            event.req,
+        if isinstance(asked, Resume):
+            return await self._keeper.resume(asked.stream, self._tenant, asked.last_seq, request)
+        return await self._keeper.open(self._inference_request(asked), request)
+
+    def _inference_request(self, req: InferReq) -> InferenceRequest:
+        return inference_request(
+            req,
             request_id=uuid.uuid4().hex,
             tenant=self._tenant,
-            model=event.req.model or self._model,
+            model=req.model or self._model,
         )
-        return await self._keeper.open(asked, request)
-
-    async def _relay(self, request: _Request, stream: Stream) -> None:
-        """Passes the whole log on, as far as there is room in the outbox.
-
-        News goes there within the call that brings it, with no task to wake between: at a
-        frame a token that is much of what a token costs here.
-        """
-        cursor = stream.log.cursor(request.next_seq)
-        is_due = asyncio.Event()
-
-        def hear() -> None:
-            if self._requests.get(request.id) is request:
-                self._pass_on(request, cursor)
-                if cursor.is_at_end or not self._has_room.is_set():
-                    is_due.set()
-
-        unsubscribe = stream.log.subscribe(hear)
-        try:
-            self._pass_on(request, cursor)
-            while not cursor.is_at_end:
-                if self._has_room.is_set():
-                    is_due.clear()
-                    await is_due.wait()
-                await self._has_room.wait()
-                self._pass_on(request, cursor)
-        finally:
-            unsubscribe()
-        terminal = stream.log.terminal
-        assert terminal is not None, "a cursor ends only with its log"
-        self._put(
-            self._session.done(request.id, terminal, seq=stream.log.next_seq, cache=stream.cache)
-        )
-
-    def _pass_on(self, request: _Request, cursor: Cursor) -> None:
-        """Sends what is new, as far as there is room."""
-        for delta in cursor.take(max(0, OUTBOX_FRAMES - self._outbox.qsize())):
-            self._put(self._session.chunk(request.id, delta))
-            request.next_seq = delta.seq + 1
 
     def _fail(self, request: _Request, error: ServingError) -> None:
         """Tells why a request could not start, or why it could not go on."""
         request.record.failed(error)
         stream = request.stream
         if stream is None:
-            self._put(self._session.refuse(request.id, error.info))
+            self._outbox.put(self._session.refuse(request.id, error.info))
             return
         self._keeper.drop(stream, request)
         failed = Terminal(finish_reason="error", error=error.info)
-        self._put(
+        self._outbox.put(
             self._session.done(request.id, failed, seq=stream.log.next_seq, cache=stream.cache)
         )
 
     def _hand_over(self, request: _Request) -> None:
         """Another RESUME took the stream: here its request ends, with what was sent so far."""
         assert request.stream is not None
-        request.record.ended(has_left=True)
-        request.task.cancel()
-        del self._requests[request.id]
+        next_seq = 0
+        if request.relay is not None:
+            next_seq = request.relay.next_seq
+            request.relay.stop()
+        elif isinstance(request.asked, Resume):
+            next_seq = request.asked.last_seq + 1
+        self._forget(request.id, has_left=True)
         error = Replaced("another RESUME has taken this stream over")
         replaced = Terminal(finish_reason="error", error=error.info)
         cache = request.stream.cache
-        self._put(self._session.done(request.id, replaced, seq=request.next_seq, cache=cache))
+        self._outbox.put(self._session.done(request.id, replaced, seq=next_seq, cache=cache))
 
     def _cancel(self, id: str) -> None:
         """Ends a request now: its log gets the terminal record, which its relay passes on."""
         request = self._requests[id]
         if request.stream is not None:
             request.stream.cancel()
+            if request.relay is not None:
+                request.relay.cut()
             return
-        if request.is_resume:
+        if isinstance(request.asked, Resume):
             # It runs somewhere, and has to be found before it can be stopped.
             request.is_cancelled = True
             return
-        # Not opened yet, so nothing of it was sent: its last frame is its first. A task that has
-        # not begun never comes to its `finally`.
-        request.record.ended()
-        request.task.cancel()
-        del self._requests[id]
+        # Not opened yet, so nothing of it was sent: its last frame is its first.
+        self._forget(id)
         cancelled = Terminal(finish_reason="cancelled")
-        self._put(self._session.done(id, cancelled, seq=0, cache=CacheOutcome()))
+        self._outbox.put(self._session.done(id, cancelled, seq=0, cache=CacheOutcome()))
+        self._apply(self._session.relax())
 
-    def _put(self, data: str | bytes) -> None:
-        self._outbox.put_nowait(data)
-        if self._outbox.qsize() >= OUTBOX_FRAMES:
-            self._has_room.clear()
+    def _forget(self, id: str, *, has_left: bool = False) -> None:
+        """Ends what is done for a request. A task that has not begun never comes to its `finally`."""
+        request = self._requests.pop(id)
+        request.record.ended(has_left=has_left)
+        if request.incoming is not None:
+            request.incoming.close()
+        request.task.cancel()
 
     def _shut(self, close: Close) -> None:
         self._close = self._close or close

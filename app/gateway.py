@@ -17,6 +17,7 @@ from app.outcomes import RequestOutcomes
 from app.resume import ResumableStreams
 from app.serving import StreamOpener
 from app.stream_keeper import StreamKeeper
+from app.tickets import Tickets, offered_ticket
 from protocol.errors import OriginRefused, Overloaded, ServingError
 from protocol.session import (
     Session,
@@ -32,7 +33,9 @@ class Gateway:
     """Serves WebSockets; one instance an ingress replica.
 
     Args:
+        tickets: those of this ingress.
         outcomes: counts the requests.
+        unread_timeout_s: how long a client may take nothing of what waits for it.
         resume_window_s: how long a stream waits for a RESUME after its connection was lost
             and after its end; 0 ends it with its connection.
         max_resumable_streams, max_resumable_bytes: what may wait, at most.
@@ -45,7 +48,9 @@ class Gateway:
         *,
         limits: SessionLimits,
         max_connections: int,
+        tickets: Tickets | None = None,
         outcomes: RequestOutcomes | None = None,
+        unread_timeout_s: float = 30.0,
         resume_window_s: float = 0.0,
         max_resumable_streams: int = 4096,
         max_resumable_bytes: int = 64 * 2**20,
@@ -60,9 +65,11 @@ class Gateway:
         )
         self._keeper = StreamKeeper(opener, resumable, clock)
         self._accounts = accounts
+        self._tickets = tickets or Tickets()
         self._outcomes = outcomes or RequestOutcomes()
         self._limits = limits
         self._max_connections = max_connections
+        self._unread_timeout_s = unread_timeout_s
         self._clock = clock
         self._connections: set[Connection] = set()
         self._is_deserted = asyncio.Event()
@@ -100,7 +107,7 @@ class Gateway:
         """Runs one connection from handshake to close. Raises nothing but cancellation."""
         self.open_connections += 1
         try:
-            tenant = self._admit(socket)
+            tenant = await self._admit(socket)
             model = (await self._opener.model_info()).id
             await self._run(socket, tenant, model)
         except ServingError as error:
@@ -131,6 +138,7 @@ class Gateway:
             limits=self._limits,
             tenant=tenant,
             model=model,
+            unread_timeout_s=self._unread_timeout_s,
             clock=self._clock,
         )
         self._connections.add(connection)
@@ -142,16 +150,21 @@ class Gateway:
             if not self._connections:
                 self._is_deserted.set()
 
-    def _admit(self, socket: WebSocket) -> str:
+    async def _admit(self, socket: WebSocket) -> str:
         if self.is_draining:
             raise Overloaded(GOING_AWAY.reason)
         if not self._accounts.allows_origin(socket.headers):
             raise OriginRefused("this origin is not allowed", param="Origin")
-        tenant = self._accounts.tenant_of(socket.headers.get("authorization"))
+        ticket = offered_ticket(socket.scope.get("subprotocols") or [])
+        tenant = ""
+        if ticket is None:
+            tenant = self._accounts.tenant_of(socket.headers.get("authorization"))
         if self.open_connections > self._max_connections:
             raise Overloaded(
                 f"{self._max_connections} connections are open, the limit",
                 limit=self._max_connections,
                 retry_after_s=5,
             )
-        return tenant
+        # Last, since it is good once. Where a proxy asks for a password, the browser sends
+        # that as its Authorization, so that the ticket counts and not the header.
+        return tenant if ticket is None else await self._tickets.redeem(ticket)

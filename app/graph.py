@@ -28,6 +28,7 @@ from app.single_flight import SingleFlight, flight_key
 from deployments import wire
 from deployments.cache_key import cache_key, is_cacheable
 from deployments.metrics import GraphStats, IngressStats
+from deployments.prompt_chain import prompt_chain
 from deployments.replica_board import ReplicaBoard
 from deployments.wire import ModelInfo
 from protocol.errors import (
@@ -52,9 +53,15 @@ NOWHERE_ELSE = ""
 """Stands for the replica in the token of a stream that only this ingress can resume."""
 STORE_TIMEOUT_S = 5.0
 """No one waits longer than a look-up may take; this only bounds what a dead cache leaves behind."""
+WARM_TIMEOUT_S = 10.0
+"""What was computed until then stays, and the next piece of the prompt goes on behind it."""
 
 
 class ModelPort(BusPort, SubmitPort, Protocol):
+    async def warm(self, payload: bytes, route: wire.Route) -> None:
+        """Has a replica compute what is known of a packed `InferenceRequest`, and waits for it."""
+        ...
+
     async def find(self, name: str, replica: str) -> bytes:
         """A packed `Found`, or nothing when that replica has no such stream."""
         ...
@@ -253,6 +260,22 @@ class Graph:
     def _token_here(self, request: InferenceRequest) -> str:
         """A token for a stream that no model replica knows by this name."""
         return self._tokens.sign(request.request_id, NOWHERE_ELSE, request.tenant)
+
+    async def warm(self, request: InferenceRequest) -> None:
+        """Has the replica that the request will go to compute what is known of its prompt.
+
+        Returns when that is done or given up.
+        """
+        is_served = self._info is None or request.model == self._info.id
+        if request.cache == "only" or not is_served:
+            return
+        try:
+            route = wire.Route(chain=prompt_chain(request), is_warm_up=True)
+            async with asyncio.timeout(WARM_TIMEOUT_S):
+                await self._model.warm(wire.encode(request), route)
+        except Exception as error:
+            # The request itself will tell, if anything is wrong.
+            logger.info("request %s is not computed ahead: %r", request.request_id, error)
 
     async def resume_stream(self, token: str, tenant: str) -> Stream:
         named = self._tokens.open(token, tenant)

@@ -22,6 +22,7 @@ from app.graph import Graph, GraphLimits
 from app.model_bus import MessageStream
 from app.resume import ResumeTokens
 from app.settings import Settings
+from app.tickets import Claim, Tickets
 from app.web import Web
 from deployments.membership import watch_replicas
 from deployments.replica_board import MODEL, ReplicaBoard, board_of
@@ -66,6 +67,9 @@ class ModelHandle:
 
     async def submit(self, payload: bytes, route: Route) -> bytes:
         return cast(bytes, await self._handle.submit.remote(payload, route=route))
+
+    async def warm(self, payload: bytes, route: Route) -> None:
+        await self._handle.warm.remote(payload, route=route)
 
     def bus(self, ingress: str, positions: dict[str, int], replica: str) -> MessageStream:
         route = Route(replica=replica)
@@ -115,8 +119,8 @@ class CacheHandle:
         return await _every_replica(self._handle, "stats")
 
 
-async def _every_replica(handle: DeploymentHandle, method: str) -> list[dict[str, Any]]:
-    return list(await handle.broadcast(method).results_async(timeout_s=STATS_TIMEOUT_S))
+async def _every_replica(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:
+    return list(await handle.broadcast(method, *args).results_async(timeout_s=STATS_TIMEOUT_S))
 
 
 class IngressReplica:
@@ -134,12 +138,14 @@ class IngressReplica:
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
         self._name, self._app_name = replica, context.app_name
+        # A replica that is started again keeps nothing of what its name followed before.
+        ingress = f"{replica}-{uuid.uuid4().hex[:8]}"
+        self._tickets = Tickets(resume_key, ingress, ask=self._spend_elsewhere)
         self._graph = Graph(
             ModelHandle(model),
             None if cache is None else CacheHandle(cache),
             board_of(MODEL),
-            # A replica that is started again keeps nothing of what its name followed before.
-            ingress=f"{replica}-{uuid.uuid4().hex[:8]}",
+            ingress=ingress,
             limits=_graph_limits(settings),
             tokens=ResumeTokens(resume_key),
             front=_front(settings),
@@ -147,7 +153,7 @@ class IngressReplica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         self._meter = WorkMeter()
-        self._web = Web(self._graph, self._settings, self._peer_stats)
+        self._web = Web(self._graph, self._settings, self._peer_stats, self._tickets)
         self._web.app.add_middleware(WithoutRequestId)
         self._watch = asyncio.get_running_loop().create_task(self._watch_for_the_end())
         return self._web.app
@@ -160,13 +166,28 @@ class IngressReplica:
         live = self._web.stats().requests["live"]
         return self._meter.stats(tokens=0, running=live, waiting=0)
 
+    def _peers(self) -> DeploymentHandle:
+        peers = serve.get_deployment_handle(INGRESS, self._app_name)
+        return peers.options(_by_reference=False)
+
     async def _peer_stats(self) -> list[dict[str, Any]]:
         try:
-            peers = serve.get_deployment_handle(INGRESS, self._app_name)
-            return await _every_replica(peers.options(_by_reference=False), "stats")
+            return await _every_replica(self._peers(), "stats")
         except Exception as error:
             logger.warning("stats of other ingresses are missing: %r", error)
             return []
+
+    async def spend_ticket(self, issuer: str, number: int, expires_s: float) -> bool | None:
+        """Asked by another ingress, of all."""
+        return self._tickets.spend(Claim(issuer, number, expires_s))
+
+    async def _spend_elsewhere(self, claim: Claim) -> bool | None:
+        try:
+            answers = await _every_replica(self._peers(), "spend_ticket", *claim)
+        except Exception as error:
+            logger.warning("a ticket's issuer cannot be asked: %r", error)
+            return None
+        return next((answer for answer in answers if answer is not None), None)
 
     async def _watch_for_the_end(self) -> None:
         """Drains once Serve has taken this replica out of the set that gets new requests.

@@ -208,7 +208,14 @@ def _prompt_cache(settings: Settings) -> Application:
         config=CacheConfig(
             max_bytes=cache.max_bytes,
             max_entry_bytes=cache.max_entry_bytes,
-            ttl_s=cache.ttl_s,
+            # Without a cold tier to go to, an answer stays for its whole life.
+            ttl_s=min(cache.warm_s, cache.ttl_s) if cache.cold_bytes else cache.ttl_s,
+            cold_max_bytes=cache.cold_bytes,
+            cold_ttl_s=cache.ttl_s,
+            tenant_max_bytes=cache.tenant_max_bytes,
+            tenant_max_entries=cache.tenant_max_entries,
+            miss_rate_per_s=cache.tenant_stores_per_s,
+            policy=cache.policy,
             semantic_threshold=cache.semantic_threshold,
         ),
         embedder_folder=None if embedder is None else embedder.path,

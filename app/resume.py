@@ -21,6 +21,7 @@ import msgspec
 
 from app.serving import Stream
 from protocol.errors import Replaced, ResumeExpired
+from protocol.request import InferenceRequest
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class _Entry:
     stream: Stream
     owner: Owner | None
     deadline_s: float = 0.0
+    request_bytes: int = 0
     size_bytes: int = 0
     has_all: bool = False
     unsubscribe: Callable[[], None] = lambda: None
@@ -222,6 +224,7 @@ class ResumableStreams:
         now = self._clock()
         while (entry := self._first_due()) is not None and entry.deadline_s <= now:
             self._let_go(entry)
+        self._shrink()
 
     def clear(self) -> None:
         """Lets go of everything that has no owner."""
@@ -248,21 +251,30 @@ class ResumableStreams:
             bare = msgspec.structs.replace(stream.request, messages=None, prompt=None, tools=None)
             entry.stream = dataclasses.replace(stream, request=bare, cancel=_nothing)
         entry.deadline_s = self._clock() + self.window_s
-        entry.size_bytes = _size_of(stream)
+        entry.request_bytes = _size_of_request(entry.stream.request)
         self._kept(entry)[stream.token] = entry
-        self._unowned_bytes += entry.size_bytes
+        self._measure(entry)
 
     def _watch(self, entry: _Entry) -> None:
-        if entry.stream.log.terminal is not None:
-            self._unkeep(entry)
-            self._keep(entry)
-            self._shrink()
+        if entry.stream.log.terminal is None:
+            # Nothing is let go here: it could be this stream, in the middle of an append.
+            self._measure(entry)
+            return
+        self._unkeep(entry)
+        self._keep(entry)
+        self._shrink()
+
+    def _measure(self, entry: _Entry) -> None:
+        self._unowned_bytes -= entry.size_bytes
+        entry.size_bytes = entry.request_bytes + _size_of_log(entry.stream)
+        self._unowned_bytes += entry.size_bytes
 
     def _unkeep(self, entry: _Entry) -> None:
         entry.unsubscribe()
         entry.unsubscribe = _nothing
         if self._kept(entry).pop(entry.stream.token, None) is not None:
             self._unowned_bytes -= entry.size_bytes
+            entry.size_bytes = 0
 
     def _remove(self, token: str) -> None:
         entry = self._entries.pop(token, None)
@@ -289,11 +301,18 @@ def is_replaced(stream: Stream) -> bool:
     )
 
 
-def _size_of(stream: Stream) -> int:
+def _size_of_log(stream: Stream) -> int:
     """About what the log takes in memory, without going through it."""
     entries = 1 + (0 if stream.request.sampling.logprobs is None else 1)
     entries += stream.request.sampling.logprobs or 0
     return 1024 + stream.log.next_seq * _DELTA_BYTES * entries
+
+
+def _size_of_request(request: InferenceRequest) -> int:
+    """About what the texts of a request take, in code points or ids."""
+    texts = [message.content or "" for message in request.messages or ()]
+    size = len(request.prompt or "") + sum(map(len, texts))
+    return size if request.tools is None else size + len(msgspec.msgpack.encode(request.tools))
 
 
 def _stop(stream: Stream) -> None:

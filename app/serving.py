@@ -59,6 +59,14 @@ class StreamOpener(Protocol):
         """
         ...
 
+    async def warm(self, request: InferenceRequest) -> None:
+        """Prefills the prefix that this request has so far, of whose last message more may come.
+
+        Returns when a replica has done that, or at once when it cannot be of use; raises
+        nothing but `CancelledError`.
+        """
+        ...
+
     async def resume_stream(self, token: str, tenant: str) -> Stream:
         """A stream that another ingress had opened and lost, with its log from the beginning.
 

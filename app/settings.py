@@ -84,10 +84,22 @@ class CacheSettings(_Section):
     """Off: only equal prompts hit, and no embedder is loaded."""
     semantic_threshold: float = Field(default=0.95, gt=0, le=1)
     """Least cosine similarity of a semantic hit, which the guards must let pass too."""
-    ttl_s: float = Field(default=900, gt=0, le=31_536_000)
-    """Life of an answer; a hit never extends it."""
+    ttl_s: float = Field(default=3600, gt=0, le=31_536_000)
+    """Life of an answer, wherever it is held; a hit never extends it."""
+    warm_s: float = Field(default=900, gt=0, le=31_536_000)
+    """Longest stay in the warm tier, from when an answer was stored or came back from the cold one."""
     max_bytes: int = Field(default=64 * 2**20, ge=2**10, le=2**40)
-    """Memory of all answers together."""
+    """Memory of the warm tier."""
+    cold_bytes: int = Field(default=64 * 2**20, ge=0, le=2**44)
+    """Size of the cold tier, which keeps one answer of those that ask the same; 0: none."""
+    tenant_max_bytes: int | None = Field(default=None, ge=2**10, le=2**44)
+    """Most that one tenant may hold in each tier; null: no bound of its own."""
+    tenant_max_entries: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """Most answers that one tenant may hold in each tier; null: no bound."""
+    tenant_stores_per_s: float | None = Field(default=50.0, gt=0, le=1_000_000)
+    """New answers of one tenant that are kept, with bursts up to a thousand; null: all."""
+    policy: Literal["windowed", "lru-k", "s3-fifo", "lru"] = "windowed"
+    """Which answers leave a tier when space is short."""
     max_entry_bytes: int = Field(default=2**20, ge=2**10, le=2**30)
     """A longer answer is not kept."""
     front_bytes: int = Field(default=16 * 2**20, ge=0, le=2**40)
@@ -129,6 +141,14 @@ class LimitSettings(_Section):
     """Time that running streams have to end when their replica is replaced or scaled away."""
     heartbeat_s: float = Field(default=15.0, gt=0, le=600)
     """PING interval of a WebSocket, and longest silence of an event stream."""
+    unread_timeout_s: float = Field(default=30.0, ge=0.1, le=3600)
+    """A WebSocket that takes nothing of what waits for it for so long is closed with 4410."""
+    window_tokens: int = Field(default=256, ge=1, le=65_536)
+    """Tokens that a stream is ahead of a client that acknowledges, where the client names no window."""
+    input_buffer_bytes: int = Field(default=256 * 2**10, ge=2**10, le=2**30)
+    """Text of a chunked prompt that may wait for the model."""
+    max_input_bytes: int = Field(default=4 * 2**20, ge=2**10, le=2**30)
+    """All pieces of one chunked prompt."""
 
 
 class RoutingSettings(_Section):

@@ -62,6 +62,10 @@ class StreamKeeper:
         self._resumable.add(stream, owner)
         return stream
 
+    async def warm(self, request: InferenceRequest) -> None:
+        """Prefills what a request has so far; returns when that is done, or is of no use."""
+        await self._opener.warm(request)
+
     async def resume(self, token: str, tenant: str, last_seq: int, owner: Owner) -> Stream:
         """A stream that goes on after `last_seq`; its former owner, if it has one, is replaced.
 

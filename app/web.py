@@ -1,4 +1,4 @@
-"""The FastAPI application around a graph: probes, the page, the OpenAI API, the WebSocket.
+"""The FastAPI application around a graph: probes, the page, the OpenAI API, tickets, the WebSocket.
 
 Built with plain constructors, so that a test runs it under uvicorn or httpx on
 any graph; `ingress.py` is its Serve shell.
@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
-from app.accounts import Accounts
+from app.accounts import Accounts, hide_credentials
 from app.gateway import Gateway
 from app.graph import Graph
 from app.openai_errors import install_error_handlers
@@ -23,12 +23,15 @@ from app.openai_exchange import Exchange
 from app.openai_routes import build_router
 from app.outcomes import RequestOutcomes
 from app.settings import Settings
+from app.tickets import LIFE_S, TicketReply, Tickets
 from deployments.metrics import GraphStats, IngressStats, render_metrics
 from protocol.errors import ServingError
 from protocol.session import SessionLimits
 
 PAGE = Path(__file__).parent / "static" / "index.html"
-
+CLIENT = Path(__file__).parents[1] / "clients" / "js"
+CLIENT_MODULES = frozenset({"seedance.js", "stream.js", "connection.js"})
+"""The page speaks to the server through the published client."""
 
 Peers = list[dict[str, Any]]
 
@@ -42,20 +45,27 @@ class Web:
 
     Args:
         peers: the `stats` of the other ingress replicas, as mappings.
+        tickets: those of this ingress; without, they are good here only.
 
     Attributes:
         app: to be served.
     """
 
     def __init__(
-        self, graph: Graph, settings: Settings, peers: Callable[[], Awaitable[Peers]] = _no_peers
+        self,
+        graph: Graph,
+        settings: Settings,
+        peers: Callable[[], Awaitable[Peers]] = _no_peers,
+        tickets: Tickets | None = None,
     ) -> None:
+        hide_credentials()
         self._graph = graph
         self._peers = peers
         self.app = FastAPI(title="Seedance", docs_url="/docs", redoc_url=None)
         self._exchanges: set[Exchange] = set()
         self._outcomes = RequestOutcomes()
         accounts = Accounts(settings.auth)
+        tickets = tickets or Tickets()
         limits = settings.limits
         self._gateway = Gateway(
             graph,
@@ -64,16 +74,25 @@ class Web:
                 max_live_requests=limits.max_live_requests,
                 max_message_bytes=limits.max_body_bytes,
                 heartbeat_s=limits.heartbeat_s,
+                window_tokens=limits.window_tokens,
+                input_buffer_bytes=limits.input_buffer_bytes,
+                max_input_bytes=limits.max_input_bytes,
             ),
             max_connections=limits.max_connections,
+            unread_timeout_s=limits.unread_timeout_s,
+            tickets=tickets,
             outcomes=self._outcomes,
             resume_window_s=limits.resume_window_s,
         )
         install_error_handlers(self.app)
+
+        def tenant_of(request: Request) -> str:
+            return accounts.tenant_of(request.headers.get("authorization"))
+
         self.app.include_router(
             build_router(
                 graph,
-                lambda request: accounts.tenant_of(request.headers.get("authorization")),
+                tenant_of,
                 max_body_bytes=limits.max_body_bytes,
                 heartbeat_s=limits.heartbeat_s,
                 exchanges=self._exchanges,
@@ -81,7 +100,8 @@ class Web:
             )
         )
         self.app.add_api_websocket_route("/v1/infer", self._gateway.serve)
-        self.app.add_api_route("/", _page, methods=["GET"], include_in_schema=False)
+        _add_tickets(self.app, tickets, tenant_of)
+        _add_page(self.app)
         _add_probes(self.app, graph)
 
         @self.app.get("/metrics")
@@ -122,8 +142,25 @@ def build_web(graph: Graph, settings: Settings) -> FastAPI:
     return Web(graph, settings).app
 
 
-async def _page() -> Response:
-    return FileResponse(PAGE, headers={"Cache-Control": "no-cache"})
+def _add_page(web: FastAPI) -> None:
+    @web.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(PAGE, headers={"Cache-Control": "no-cache"})
+
+    @web.get("/static/{name}", include_in_schema=False)
+    async def client(name: str) -> Response:
+        if name not in CLIENT_MODULES:
+            raise HTTPException(404)
+        headers = {"Cache-Control": "no-cache"}
+        return FileResponse(CLIENT / name, media_type="text/javascript", headers=headers)
+
+
+def _add_tickets(web: FastAPI, tickets: Tickets, tenant_of: Callable[[Request], str]) -> None:
+    @web.post("/v1/tickets", response_model=TicketReply, tags=["WebSocket"])
+    async def create_ticket(request: Request) -> Response:
+        """A ticket that opens one WebSocket within 30 s, where no header can carry the key."""
+        reply = TicketReply(ticket=tickets.issue(tenant_of(request)), expires_in_s=LIFE_S)
+        return JSONResponse(reply.model_dump(), headers={"Cache-Control": "no-store"})
 
 
 def _add_probes(web: FastAPI, graph: Graph) -> None:

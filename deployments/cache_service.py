@@ -61,6 +61,9 @@ class CacheService:
             return _reply(hit)
         if self._embeddings is None or not key.allow_semantic:
             return LookupReply(outcome=CacheOutcome(reason="no equal prompt"))
+        known = self._cache.known_miss(key)
+        if known is not None:
+            return _reply(known)
         try:
             vector = await self._vector(self._embeddings, key, self._embed_timeout_s)
         except EmbedderBusy:
@@ -91,7 +94,7 @@ class CacheService:
         )
         embeddings = self._embeddings
         vector = None if embeddings is None else embeddings.known(key.exact)
-        self._cache.store(key, answer, vector)
+        self._cache.store(key, answer, vector, model=call.request.model)
         is_findable = key.allow_semantic and not answer.is_truncated
         if vector is None and embeddings is not None and is_findable:
             task = asyncio.create_task(self._embed_stored(embeddings, key, answer))

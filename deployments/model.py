@@ -108,6 +108,9 @@ class ModelReplica:
     async def submit(self, payload: bytes, *, route: wire.Route) -> bytes:
         return await self._service.submit(payload, self._admit)
 
+    async def warm(self, payload: bytes, *, route: wire.Route) -> None:
+        await self._service.warm(payload)
+
     async def cancel(
         self, names: tuple[str, ...], ingress: str, keep: bool, *, route: wire.Route
     ) -> None:

@@ -78,6 +78,12 @@ class ModelService:
             return wire.encode(wire.SubmitReply(replica=self._replica, refused=error.info))
         return wire.encode(wire.SubmitReply(replica=self._replica, accepted=accepted))
 
+    async def warm(self, payload: bytes) -> None:
+        """Packed `InferenceRequest` that is still being written; see `AsyncEngine.warm`."""
+        request = wire.decode_request(payload)
+        name = f"{request.request_id}.{next(self._numbers)}"
+        await self._engine.warm(msgspec.structs.replace(request, request_id=name))
+
     def cancel(self, names: tuple[str, ...], ingress: str, *, keep: bool = False) -> None:
         """Gives streams up; unknown ones are nothing new."""
         self._hub.cancel(names, ingress, keep=keep)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ from ray import serve
 from cache.prompt_cache import CacheConfig, PromptCache
 from deployments import wire
 from deployments.cache_service import CacheService
-from deployments.embedder import Embedder, Vector
+from deployments.embedder import EmbedText, load_embedder
+from deployments.embedder_thread import EmbedderThread
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +36,18 @@ class PromptCacheReplica:
 
     def __init__(self, spec: CacheSpec) -> None:
         logging.getLogger().setLevel(spec.log_level)
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="embed")
-        self._embedder: Embedder | None = None
+        embed: EmbedText | None = None
         if spec.embedder_folder is not None:
             try:
-                self._embedder = Embedder(spec.embedder_folder)
-                self._embedder.embed(["warm up"])
+                embedder = load_embedder(spec.embedder_folder)
+                embedder.embed(["warm up"])
+                embed = EmbedderThread(embedder).embed
             except Exception:
                 # Answers matter more than hits: without its embedder the cache is exact only.
                 logger.exception("the embedder does not load; the cache answers exact repeats only")
         self._service = CacheService(
             PromptCache(spec.config, clock=time.monotonic),
-            embed=self._embed_text if self._embedder is not None else None,
+            embed=embed,
             embedder_revision=spec.embedder_revision,
             epoch=spec.epoch,
             embed_timeout_s=spec.embed_timeout_s,
@@ -66,16 +65,6 @@ class PromptCacheReplica:
 
     async def stats(self) -> dict[str, Any]:
         return self._service.stats()
-
-    async def _embed_text(self, text: str) -> Vector | None:
-        vector: Vector | None = await self._embed_batch(text)
-        return vector
-
-    @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.0)
-    async def _embed_batch(self, texts: list[str]) -> list[Vector | None]:
-        assert self._embedder is not None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._embedder.embed, texts)
 
 
 PromptCacheDeployment = serve.deployment(

@@ -235,13 +235,8 @@ class ReplicaBoard:
     def place(self, name: str, route: Route) -> None:
         """Notes that a request goes to this replica: its work, its prefixes, and the counters."""
         with self._lock:
-            depth = {each: known.depth(route.chain) for each, known in self._replicas.items()}
-            longest = max(depth.values(), default=0)
-            self.routed_total += 1
-            if longest > 0 and depth.get(name) == longest:
-                self.prefix_routed_total += 1
-            elif longest > 0:
-                self.overflow_total += 1
+            if not route.is_warm_up:
+                self._count(name, route)
             self.charge(name, route.cost)
             self.remember(name, route.chain)
 
@@ -256,6 +251,15 @@ class ReplicaBoard:
                 return None
             self.place(ranked[0], route)
             return ranked[0]
+
+    def _count(self, name: str, route: Route) -> None:
+        depth = {each: known.depth(route.chain) for each, known in self._replicas.items()}
+        longest = max(depth.values(), default=0)
+        self.routed_total += 1
+        if longest > 0 and depth.get(name) == longest:
+            self.prefix_routed_total += 1
+        elif longest > 0:
+            self.overflow_total += 1
 
 
 _boards: dict[str, ReplicaBoard] = {}

@@ -18,13 +18,14 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `replica` pins the call to that one and no other. `chain` names the prompt's prefixes, the
     shortest first (see `prompt_chain`), `cost` is the work the request will be, in tokens, and
-    `avoid` names replicas that have just failed.
+    `avoid` names replicas that have just failed. A warm-up is no request and is not counted as one.
     """
 
     replica: str | None = None
     chain: tuple[int, ...] = ()
     cost: int = 0
     avoid: tuple[str, ...] = ()
+    is_warm_up: bool = False
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -160,6 +161,7 @@ class LookupCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(InferenceRequest).decode
 decode_submit = msgspec.msgpack.Decoder(Submit).decode
 decode_submit_reply = msgspec.msgpack.Decoder(SubmitReply).decode
 decode_bus_message = msgspec.msgpack.Decoder(BusMessage).decode

@@ -22,6 +22,8 @@ from protocol.frames import (
     BINARY_VERSION,
     IN_HEADER,
     MAX_ID_CHARS,
+    Ack,
+    Anchor,
     Cancel,
     ClientFrame,
     Drain,
@@ -32,6 +34,8 @@ from protocol.frames import (
     InferChunk,
     InferDone,
     InferReq,
+    InputChunk,
+    InputState,
     Ping,
     Pong,
     Resume,
@@ -48,11 +52,22 @@ IS_FINAL, HAS_USAGE, IS_ERROR = 1, 2, 4
 RESERVED_FLAGS = 0b1111_1000
 
 CLIENT_FRAMES: dict[str, type[ClientFrame]] = {
-    type_of(cls): cls for cls in (InferReq, Resume, Cancel, Ping, Pong)
+    type_of(cls): cls for cls in (InferReq, InputChunk, Resume, Ack, Cancel, Ping, Pong)
 }
 SERVER_FRAMES: dict[str, type[ServerFrame]] = {
     type_of(cls): cls
-    for cls in (Hello, InferAck, InferChunk, InferDone, ErrorFrame, Drain, Ping, Pong)
+    for cls in (
+        Hello,
+        InferAck,
+        InferChunk,
+        Anchor,
+        InferDone,
+        ErrorFrame,
+        InputState,
+        Drain,
+        Ping,
+        Pong,
+    )
 }
 
 _ENCODER = msgspec.json.Encoder()

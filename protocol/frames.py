@@ -1,7 +1,8 @@
 """The frames of `seedance.v1`, as types. What is on the wire is described in docs/protocol.md.
 
-Client → server: `InferReq`, `Resume`, `Cancel`, `Ping`, `Pong`. Server → client:
-`Hello`, `InferAck`, `InferChunk`, `InferDone`, `ErrorFrame`, `Drain`, `Ping`, `Pong`.
+Client → server: `InferReq`, `InputChunk`, `Resume`, `Ack`, `Cancel`, `Ping`, `Pong`.
+Server → client: `Hello`, `InferAck`, `InferChunk`, `Anchor`, `InferDone`, `ErrorFrame`,
+`InputState`, `Drain`, `Ping`, `Pong`.
 Unknown fields are ignored, so that either side may be newer than the other.
 """
 
@@ -31,6 +32,13 @@ MAX_ID_CHARS = 64
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Seq = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 LastSeq = Annotated[int, Meta(ge=-1, le=2**32 - 1)]
+MAX_WINDOW = 65_536
+Window = Annotated[int, Meta(ge=1, le=MAX_WINDOW)]
+Boundary = Literal["grapheme", "utf8"]
+"""Where a chunk may end: between two user-perceived characters, or between two code points."""
+AnchorKind = Literal["plain", "sha256", "none"]
+InputKind = Literal["whole", "chunked"]
+InputLevel = Literal["ok", "high"]
 IN_HEADER = -1
 """`seq` of a frame whose payload leaves it to the binary header."""
 
@@ -45,9 +53,9 @@ class InferReq(Frame, frozen=True, kw_only=True, tag="INFER_REQ"):
     """Starts a stream. `id` is the client's name for it, unique among its live requests.
 
     The fields are those of the OpenAI API, flat, with null or nothing for the default;
-    ranges are checked when the request is built, not here.
-    `input` and `boundary` name what this server does: it takes whole prompts and cuts
-    text between characters.
+    their ranges are checked when the request is built, not here. The last four are about
+    the stream alone: `window` is the initial credit, with `input: chunked` the rest of
+    the prompt comes in `InputChunk`s.
     """
 
     id: Id
@@ -78,21 +86,42 @@ class InferReq(Frame, frozen=True, kw_only=True, tag="INFER_REQ"):
     cache: CachePolicy | None = None
     priority: int | None = None
     timeout_s: float | None = None
-    input: Literal["whole"] | None = None
-    boundary: Literal["utf8"] | None = None
+    input: InputKind | None = None
+    boundary: Boundary | None = None
+    anchor: AnchorKind | None = None
+    window: Window | None = None
+
+
+class InputChunk(Frame, frozen=True, kw_only=True, tag="INPUT_CHUNK"):
+    """The next piece of a chunked prompt; `input_id` numbers them from 0 on."""
+
+    id: Id
+    input_id: Seq
+    text: str
+    is_last: bool | None = None
 
 
 class Resume(Frame, frozen=True, kw_only=True, tag="RESUME"):
     """Goes on with a stream whose connection was lost, under the name `id` on this one.
 
     `stream` is the token of its INFER_ACK, `last_seq` the `seq` of the last chunk that
-    came, -1 for none. `return_token_ids` is asked for again: a token does not tell it.
+    came, -1 for none. The rest is asked for again: a token does not tell it.
     """
 
     id: Id
     stream: str
     last_seq: LastSeq
     return_token_ids: bool | None = None
+    boundary: Boundary | None = None
+    anchor: AnchorKind | None = None
+    window: Window | None = None
+
+
+class Ack(Frame, frozen=True, kw_only=True, tag="ACK"):
+    """The client has shown everything up to `seq`, -1 for nothing: so far the credit goes."""
+
+    id: Id
+    seq: LastSeq
 
 
 class Cancel(Frame, frozen=True, kw_only=True, tag="CANCEL"):
@@ -211,6 +240,21 @@ class InferChunk(Frame, frozen=True, kw_only=True, tag="INFER_CHUNK"):
         )
 
 
+class Anchor(Frame, frozen=True, kw_only=True, tag="ANCHOR"):
+    """Where an answer stands: a checkpoint for whoever keeps a copy of it.
+
+    `input_id` is that of the last input piece that the model has taken, -1 for none;
+    `offset` the number of tokens sent so far; `ts` the server's monotonic nanoseconds;
+    `sha256` the digest of the text so far in UTF-8, when asked for.
+    """
+
+    id: str
+    input_id: LastSeq
+    offset: Seq
+    ts: int
+    sha256: str | None = None
+
+
 class FinalUsage(Usage, frozen=True, kw_only=True):
     """`Usage` with its sum, which OpenAI's clients expect beside it."""
 
@@ -250,14 +294,37 @@ class ErrorFrame(Frame, frozen=True, kw_only=True, tag="ERROR"):
         return ErrorInfo(**{name: getattr(self, name) for name in ErrorInfo.__struct_fields__})
 
 
+class InputState(Frame, frozen=True, kw_only=True, tag="INPUT_STATE"):
+    """How full the buffer of a chunked prompt is: at `high` the client should pause.
+
+    `buffered` are the bytes that came and that the model has not taken yet.
+    """
+
+    id: str
+    buffered: int
+    capacity: int
+    level: InputLevel
+
+
 class Drain(Frame, frozen=True, kw_only=True, tag="DRAIN"):
     """This server is going away: it takes no new requests and closes within `deadline_s` seconds."""
 
     deadline_s: float
 
 
-ClientFrame = InferReq | Resume | Cancel | Ping | Pong
-ServerFrame = Hello | InferAck | InferChunk | InferDone | ErrorFrame | Drain | Ping | Pong
+ClientFrame = InferReq | InputChunk | Resume | Ack | Cancel | Ping | Pong
+ServerFrame = (
+    Hello
+    | InferAck
+    | InferChunk
+    | Anchor
+    | InferDone
+    | ErrorFrame
+    | InputState
+    | Drain
+    | Ping
+    | Pong
+)
 
 
 def type_of(frame: type[Frame]) -> str:

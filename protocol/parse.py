@@ -295,8 +295,9 @@ _BOUND_WORDS = {"<=": "at most", "<": "below", ">=": "at least", ">": "above"}
 _CHOICES = {
     "role": get_args(Role),
     "cache": get_args(CachePolicy),
-    "input": ("whole",),
-    "boundary": ("utf8",),
+    "input": ("whole", "chunked"),
+    "boundary": ("grapheme", "utf8"),
+    "anchor": ("plain", "sha256", "none"),
 }
 
 
@@ -332,10 +333,6 @@ def _explain(complaint: str, data: Any, at: str) -> InvalidRequest:
         )
     if reason.startswith("Invalid enum value"):
         choices = _CHOICES.get(param.rpartition(".")[2], ())
-        if len(choices) == 1:
-            return InvalidRequest(
-                f"{subject}: only {show(choices[0])} is supported{got}", param=param
-            )
         what = f"one of {', '.join(map(show, choices))}" if choices else "an allowed value"
         return InvalidRequest(f"{subject} must be {what}{got}", param=param or None)
     return InvalidRequest(f"{subject}: {reason[:1].lower()}{reason[1:]}{got}", param=param or None)

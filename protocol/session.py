@@ -1,7 +1,7 @@
 """One connection as a state machine without IO: messages in, events out.
 
 The connection goes CONNECTING → OPEN → DRAINING → CLOSED, each of its requests
-QUEUED → STREAMING → DONE. `TRANSITIONS` says what every frame does in every
+RECEIVING (chunked input only) → QUEUED → STREAMING → DONE. `TRANSITIONS` says what every frame does in every
 state; a pair that is not there is impossible. A client that sends an impossible
 frame gets an `ERROR` with code `bad_state`; when we would send one ourselves,
 that is a programming error and raises `ValueError`.
@@ -11,12 +11,14 @@ Knows nothing of sockets, tasks or models. The clock is an argument.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from protocol.codec import decode, encode
+from protocol.credit import Credit
 from protocol.errors import (
     BadState,
     DuplicateId,
@@ -29,6 +31,10 @@ from protocol.errors import (
 )
 from protocol.frames import (
     MAX_ID_CHARS,
+    MAX_WINDOW,
+    Ack,
+    Anchor,
+    AnchorKind,
     Cancel,
     ClientFrame,
     Drain,
@@ -40,13 +46,22 @@ from protocol.frames import (
     InferChunk,
     InferDone,
     InferReq,
+    InputChunk,
+    InputState,
     Ping,
     Pong,
     Resume,
     type_of,
 )
+from protocol.input_buffer import InputBuffer, InputExceeded
 from protocol.strict_json import show
 from protocol.token_log import CacheOutcome, Terminal, TokenDelta
+
+HIGH_WINDOW = 64
+"""The widest window of a stream while an input buffer of its connection is high."""
+MAX_INPUTS = 4
+"""How many of the longest inputs one connection may have here at a time."""
+_NO_TEXT = hashlib.sha256().hexdigest()
 
 
 class CloseCode(NamedTuple):
@@ -82,8 +97,10 @@ class ConnectionState(StrEnum):
 class RequestState(StrEnum):
     ABSENT = "absent"
     """No request of that id is known."""
+    RECEIVING = "receiving"
+    """INFER_REQ with chunked input came, its last INPUT_CHUNK not yet."""
     QUEUED = "queued"
-    """INFER_REQ or RESUME came, INFER_ACK was not sent yet."""
+    """All of the request came, or RESUME; INFER_ACK was not sent yet."""
     STREAMING = "streaming"
     """INFER_ACK was sent, INFER_DONE not yet."""
     DONE = "done"
@@ -93,6 +110,8 @@ class RequestState(StrEnum):
 class Action(StrEnum):
     BY_REQUEST = "look at the request's state"
     START = "start the request"
+    TAKE_INPUT = "take the piece"
+    COUNT_CREDIT = "count the credit"
     STOP = "cancel the request"
     ANSWER_PING = "send PONG"
     IGNORE = "nothing"
@@ -109,46 +128,73 @@ TRANSITIONS: dict[tuple[State, type[Frame]], tuple[Action, State]] = {
     (_C.CONNECTING, Hello): (_A.SEND, _C.OPEN),
     (_C.OPEN, InferReq): (_A.BY_REQUEST, _C.OPEN),
     (_C.OPEN, Resume): (_A.BY_REQUEST, _C.OPEN),
+    (_C.OPEN, InputChunk): (_A.BY_REQUEST, _C.OPEN),
+    (_C.OPEN, Ack): (_A.BY_REQUEST, _C.OPEN),
     (_C.OPEN, Cancel): (_A.BY_REQUEST, _C.OPEN),
     (_C.OPEN, Ping): (_A.ANSWER_PING, _C.OPEN),
     (_C.OPEN, Pong): (_A.IGNORE, _C.OPEN),
     (_C.OPEN, Drain): (_A.SEND, _C.DRAINING),
     (_C.DRAINING, InferReq): (_A.REFUSE_DRAINING, _C.DRAINING),
     (_C.DRAINING, Resume): (_A.REFUSE_DRAINING, _C.DRAINING),
+    (_C.DRAINING, InputChunk): (_A.BY_REQUEST, _C.DRAINING),
+    (_C.DRAINING, Ack): (_A.BY_REQUEST, _C.DRAINING),
     (_C.DRAINING, Cancel): (_A.BY_REQUEST, _C.DRAINING),
     (_C.DRAINING, Ping): (_A.ANSWER_PING, _C.DRAINING),
     (_C.DRAINING, Pong): (_A.IGNORE, _C.DRAINING),
     (_R.ABSENT, InferReq): (_A.START, _R.QUEUED),
     (_R.ABSENT, Resume): (_A.START, _R.QUEUED),
+    (_R.ABSENT, InputChunk): (_A.REFUSE_UNKNOWN, _R.ABSENT),
+    (_R.ABSENT, Ack): (_A.REFUSE_UNKNOWN, _R.ABSENT),
     (_R.ABSENT, Cancel): (_A.REFUSE_UNKNOWN, _R.ABSENT),
+    (_R.RECEIVING, InferReq): (_A.REFUSE_DUPLICATE, _R.RECEIVING),
+    (_R.RECEIVING, Resume): (_A.REFUSE_DUPLICATE, _R.RECEIVING),
+    (_R.RECEIVING, InputChunk): (_A.TAKE_INPUT, _R.RECEIVING),
+    (_R.RECEIVING, Ack): (_A.COUNT_CREDIT, _R.RECEIVING),
+    (_R.RECEIVING, Cancel): (_A.STOP, _R.RECEIVING),
+    (_R.RECEIVING, Anchor): (_A.SEND, _R.RECEIVING),
+    (_R.RECEIVING, InputState): (_A.SEND, _R.RECEIVING),
+    (_R.RECEIVING, InferDone): (_A.SEND, _R.DONE),
+    (_R.RECEIVING, ErrorFrame): (_A.SEND, _R.DONE),
     (_R.QUEUED, InferReq): (_A.REFUSE_DUPLICATE, _R.QUEUED),
     (_R.QUEUED, Resume): (_A.REFUSE_DUPLICATE, _R.QUEUED),
+    (_R.QUEUED, Ack): (_A.COUNT_CREDIT, _R.QUEUED),
     (_R.QUEUED, Cancel): (_A.STOP, _R.QUEUED),
     (_R.QUEUED, InferAck): (_A.SEND, _R.STREAMING),
     (_R.QUEUED, InferDone): (_A.SEND, _R.DONE),
     (_R.QUEUED, ErrorFrame): (_A.SEND, _R.DONE),
     (_R.STREAMING, InferReq): (_A.REFUSE_DUPLICATE, _R.STREAMING),
     (_R.STREAMING, Resume): (_A.REFUSE_DUPLICATE, _R.STREAMING),
+    (_R.STREAMING, Ack): (_A.COUNT_CREDIT, _R.STREAMING),
     (_R.STREAMING, Cancel): (_A.STOP, _R.STREAMING),
     (_R.STREAMING, InferChunk): (_A.SEND, _R.STREAMING),
+    (_R.STREAMING, Anchor): (_A.SEND, _R.STREAMING),
+    (_R.STREAMING, InputState): (_A.SEND, _R.STREAMING),
     (_R.STREAMING, InferDone): (_A.SEND, _R.DONE),
     (_R.DONE, InferReq): (_A.START, _R.QUEUED),
     (_R.DONE, Resume): (_A.START, _R.QUEUED),
+    (_R.DONE, Ack): (_A.IGNORE, _R.DONE),
     (_R.DONE, Cancel): (_A.IGNORE, _R.DONE),
 }
+"""Two outcomes hang on a field too: with `input: chunked` START leads to RECEIVING, and with
+`is_last` TAKE_INPUT leads to QUEUED."""
 
 
 @dataclass(frozen=True)
 class SessionLimits:
     """Bounds on one connection.
 
-    `max_remembered_ids` is how many ended requests a late CANCEL is still known for.
+    `max_remembered_ids` is how many ended requests a late CANCEL is still known for;
+    `window_tokens` the credit of a stream that acknowledges and named none;
+    `input_buffer_bytes` and `max_input_bytes` bound what waits of a chunked prompt, and all of it.
     """
 
     max_message_bytes: int = 1024 * 1024
     max_live_requests: int = 64
     heartbeat_s: float = 15.0
     max_remembered_ids: int = 1024
+    window_tokens: int = 256
+    input_buffer_bytes: int = 256 * 1024
+    max_input_bytes: int = 4 * 1024 * 1024
 
     @property
     def announced(self) -> dict[str, int | float]:
@@ -157,6 +203,9 @@ class SessionLimits:
             "max_message_bytes": self.max_message_bytes,
             "max_live_requests": self.max_live_requests,
             "max_id_chars": MAX_ID_CHARS,
+            "window_tokens": self.window_tokens,
+            "input_buffer_bytes": self.input_buffer_bytes,
+            "max_input_bytes": self.max_input_bytes,
         }
 
 
@@ -170,13 +219,43 @@ class StartRequest:
 
 
 @dataclass(frozen=True)
+class ReceiveRequest:
+    """The pieces of a request are to come, then a `StartRequest`; `refuse` or `done` may end it before."""
+
+    id: str
+    req: InferReq
+    binary: bool
+
+
+@dataclass(frozen=True)
+class InputArrived:
+    """A piece of that request came: `input_so_far` has it, and `take_input` is to tell when it is taken."""
+
+    id: str
+
+
+@dataclass(frozen=True)
 class ResumeRequest:
     """A stream is to go on under this id; to be answered and ended as after `StartRequest`."""
 
     id: str
-    stream: str
-    last_seq: int
+    req: Resume
     binary: bool
+
+
+@dataclass(frozen=True)
+class GrantCredit:
+    """More of that stream may be sent than before."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class EndRequest:
+    """A request that was still to come has ended with an ERROR, which was sent: nothing is to come."""
+
+    id: str
+    error: ServingError
 
 
 @dataclass(frozen=True)
@@ -206,7 +285,17 @@ class Close:
     reason: str
 
 
-Event = StartRequest | ResumeRequest | CancelRequest | Send | Close
+Event = (
+    StartRequest
+    | ReceiveRequest
+    | InputArrived
+    | ResumeRequest
+    | GrantCredit
+    | EndRequest
+    | CancelRequest
+    | Send
+    | Close
+)
 
 
 @dataclass
@@ -214,6 +303,10 @@ class _Request:
     state: RequestState
     binary: bool
     wants_token_ids: bool
+    anchor: AnchorKind
+    credit: Credit
+    input: InputBuffer | None = None
+    taken_id: int = -1
     is_cancelled: bool = False
 
 
@@ -235,6 +328,7 @@ class Session:
         self._buffer = bytearray()
         self._live: dict[str, _Request] = {}
         self._ended: dict[str, None] = {}
+        self._high_ids: set[str] = set()
         self._heard_at = self._pinged_at = self._ticked_at = clock()
 
     @property
@@ -305,11 +399,63 @@ class Session:
             id, InferAck(id=id, stream=stream, cache=cache, queue_position=queue_position)
         )
 
+    def has_credit(self, id: str) -> bool:
+        """Whether a live request counts credit, so that `admits` may say no."""
+        return self._live[id].credit.window is not None
+
+    def admits(self, id: str, seq: int) -> bool:
+        """Whether its client lets a chunk that ends with token `seq` be sent now."""
+        return self._live[id].credit.admits(seq, HIGH_WINDOW if self._high_ids else MAX_WINDOW)
+
     def chunk(self, id: str, delta: TokenDelta) -> str | bytes:
         """INFER_CHUNK: the next piece of an accepted request's text."""
         request = self._live.get(id)
-        with_token_ids = request is not None and request.wants_token_ids
+        with_token_ids = False
+        if request is not None:
+            with_token_ids = request.wants_token_ids
+            request.credit.sent_seq = delta.seq
         return self._send(id, InferChunk.of(id, delta, with_token_ids=with_token_ids))
+
+    def anchor(self, id: str, offset: int, sha256: str | None = None) -> str | bytes:
+        """ANCHOR: so many tokens of the answer were sent, and what its text so far digests to."""
+        request = self._live.get(id)
+        taken_id = -1 if request is None else request.taken_id
+        now_ns = round(self._clock() * 1e9)
+        return self._send(
+            id, Anchor(id=id, input_id=taken_id, offset=offset, ts=now_ns, sha256=sha256)
+        )
+
+    def input_so_far(self, id: str) -> tuple[InferReq, int]:
+        """A request whose input is still to come, as if it ended here, and its last piece's number."""
+        buffer = self._live[id].input
+        assert buffer is not None, "only a request with chunked input has one"
+        return buffer.so_far, buffer.next_id - 1
+
+    def take_input(self, id: str, input_id: int | None = None) -> list[Event]:
+        """The model has the pieces of a request up to that one, or all: tells the client."""
+        request = self._live.get(id)
+        if request is None or request.input is None or request.state is RequestState.QUEUED:
+            # Ended meanwhile, or about to be accepted, which takes everything.
+            return []
+        buffer = request.input
+        if not buffer.take(buffer.next_id - 1 if input_id is None else input_id):
+            return []
+        request.taken_id = buffer.taken_id
+        events: list[Event] = []
+        if request.anchor != "none":
+            digest = _NO_TEXT if request.anchor == "sha256" else None
+            events.append(Send(self.anchor(id, 0, digest)))
+        return events + self._tell_level(id, buffer)
+
+    def relax(self) -> list[Event]:
+        """The streams that may go on now that no input buffer is high; to be asked when a request ended."""
+        if self._high_ids:
+            return []
+        return [
+            GrantCredit(id)
+            for id, request in self._live.items()
+            if request.credit.window is not None
+        ]
 
     def done(
         self, id: str, terminal: Terminal, seq: int, cache: CacheOutcome | None = None
@@ -341,6 +487,20 @@ class Session:
         """ERROR: the request could not start or go on; it was not accepted and gets no other frame."""
         return self._send(id, ErrorFrame.of(id, error))
 
+    def _tell_level(self, id: str, buffer: InputBuffer) -> list[Event]:
+        """INPUT_STATE when the level has changed, which changes the window of the streams too."""
+        was_high = id in self._high_ids
+        if was_high == (buffer.level == "high"):
+            return []
+        if was_high:
+            self._high_ids.discard(id)
+        else:
+            self._high_ids.add(id)
+        state = InputState(
+            id=id, buffered=buffer.buffered, capacity=buffer.capacity, level=buffer.level
+        )
+        return [Send(self._send(id, state)), *self.relax()]
+
     def _dispatch(self, frame: ClientFrame, binary: bool) -> list[Event]:
         action = self._client_action(self.state, frame)
         if isinstance(frame, Ping):
@@ -351,6 +511,10 @@ class Session:
             action = self._client_action(self._state_of(frame.id), frame)
         if action is Action.START and isinstance(frame, InferReq | Resume):
             return [self._start(frame, binary)]
+        if action is Action.TAKE_INPUT and isinstance(frame, InputChunk):
+            return self._take_piece(frame, binary)
+        if action is Action.COUNT_CREDIT and isinstance(frame, Ack):
+            return self._count_credit(frame)
         if action is Action.STOP:
             return [*self._cancel(frame.id)]
         if action is Action.IGNORE:
@@ -365,7 +529,7 @@ class Session:
             error.request_id = getattr(frame, "id", None)
             raise error from None
 
-    def _start(self, frame: InferReq | Resume, binary: bool) -> StartRequest | ResumeRequest:
+    def _start(self, frame: InferReq | Resume, binary: bool) -> Event:
         limit = self._limits.max_live_requests
         if len(self._live) >= limit:
             error = RateLimited(
@@ -373,11 +537,73 @@ class Session:
             )
             error.request_id = frame.id
             raise error
-        self._ended.pop(frame.id, None)
-        self._live[frame.id] = _Request(RequestState.QUEUED, binary, bool(frame.return_token_ids))
+        request = _Request(
+            RequestState.QUEUED,
+            binary,
+            bool(frame.return_token_ids),
+            frame.anchor or "plain",
+            Credit(frame.window, frame.last_seq if isinstance(frame, Resume) else -1),
+        )
+        event: Event
         if isinstance(frame, Resume):
-            return ResumeRequest(frame.id, frame.stream, frame.last_seq, binary)
-        return StartRequest(frame.id, frame, binary)
+            event = ResumeRequest(frame.id, frame, binary)
+        elif frame.input == "chunked":
+            request.state = RequestState.RECEIVING
+            request.input = self._input_buffer(frame)
+            event = ReceiveRequest(frame.id, frame, binary)
+        else:
+            event = StartRequest(frame.id, frame, binary)
+        self._ended.pop(frame.id, None)
+        self._live[frame.id] = request
+        return event
+
+    def _input_buffer(self, frame: InferReq) -> InputBuffer:
+        limits = self._limits
+        try:
+            return InputBuffer(
+                frame, capacity=limits.input_buffer_bytes, max_bytes=limits.max_input_bytes
+            )
+        except ServingError as error:
+            error.request_id = frame.id
+            raise
+
+    def _take_piece(self, frame: InputChunk, binary: bool) -> list[Event]:
+        request = self._live[frame.id]
+        buffer = request.input
+        assert buffer is not None, "only a request with chunked input is receiving"
+        try:
+            self._check_inputs(frame)
+            is_new = buffer.add(frame.input_id, frame.text)
+        except (InputExceeded, RateLimited) as error:
+            return [Send(self.refuse(frame.id, error.info)), EndRequest(frame.id, error)]
+        except ServingError as error:
+            error.message = f"input of {show(frame.id)}: {error.message}"
+            return [self._error(error, binary), *self._tell_level(frame.id, buffer)]
+        if not is_new:
+            return []
+        if frame.is_last:
+            request.state = RequestState.QUEUED
+            return [StartRequest(frame.id, buffer.so_far, request.binary)]
+        return [InputArrived(frame.id), *self._tell_level(frame.id, buffer)]
+
+    def _check_inputs(self, frame: InputChunk) -> None:
+        """Bounds what the inputs of one connection take in memory together."""
+        limit = MAX_INPUTS * self._limits.max_input_bytes
+        inputs = (request.input for request in self._live.values())
+        held = sum(buffer.num_bytes for buffer in inputs if buffer is not None)
+        if held + len(frame.text) > limit:
+            raise RateLimited(
+                f"the inputs of this connection have over {limit} bytes, the limit", limit=limit
+            )
+
+    def _count_credit(self, frame: Ack) -> list[Event]:
+        credit = self._live[frame.id].credit
+        try:
+            grows = credit.acknowledge(frame.seq, self._limits.window_tokens)
+        except ServingError as error:
+            error.message = f"ACK of {show(frame.id)}: {error.message}"
+            raise
+        return [GrantCredit(frame.id)] if grows else []
 
     def _cancel(self, id: str) -> list[CancelRequest]:
         request = self._live[id]
@@ -386,7 +612,9 @@ class Session:
         request.is_cancelled = True
         return [CancelRequest(id)]
 
-    def _send(self, id: str, frame: InferAck | InferChunk | InferDone | ErrorFrame) -> str | bytes:
+    def _send(
+        self, id: str, frame: InferAck | InferChunk | Anchor | InferDone | InputState | ErrorFrame
+    ) -> str | bytes:
         """Moves the request on and encodes the frame in the form that its first frame had."""
         state = self._state_of(id)
         if (state, type(frame)) not in TRANSITIONS:
@@ -397,6 +625,7 @@ class Session:
         request.state = next_state
         if next_state is RequestState.DONE:
             del self._live[id]
+            self._high_ids.discard(id)
             self._ended[id] = None
             if len(self._ended) > self._limits.max_remembered_ids:
                 del self._ended[next(iter(self._ended))]

@@ -24,6 +24,8 @@ from protocol.errors import InvalidRequest
 MAX_NESTING = 100
 """Depth of lists and objects in each other. Kept far below the interpreter's recursion limit,
 because tools and schemas are walked recursively by template engines and hashers later."""
+MAX_CONTAINERS = 20_000
+"""Lists and objects in one JSON: the collector walks them all, again and again while they are made."""
 _MAX_INT_DIGITS = 400
 _MAX_SHOWN_CHARS = 60
 
@@ -53,12 +55,12 @@ def decode_leniently(raw: bytes | str) -> dict[str, Any]:
 
     Raises:
         MalformedJson: not JSON, or not an object.
-        InvalidRequest: nested too deep; `param` names the outermost field.
+        InvalidRequest: nested too deep, when `param` names the outermost field, or too many lists.
     """
     _check_nesting(raw)
     text = raw if isinstance(raw, str) else raw.decode("utf-8", "surrogateescape")
     try:
-        data = json.loads(text, parse_constant=float, parse_int=_parse_int)
+        data = _loads(text)
     except json.JSONDecodeError as exc:
         reason = exc.msg.lower().removesuffix(" at")
         raise MalformedJson(f"not valid JSON: {reason} at character {exc.pos}") from None
@@ -113,16 +115,25 @@ def check_text(raw: bytes | str) -> None:
 
     Raises:
         UnicodeDecodeError: `raw` is not UTF-8.
-        InvalidRequest: nested too deep.
+        InvalidRequest: nested too deep, or too many lists and objects.
     """
     if not isinstance(raw, str):
         raw.decode()
     _check_nesting(raw)
 
 
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=float)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        # Python refuses integers of over 4,300 digits. A hook of ours for all integers is slow.
+        return json.loads(text, parse_constant=float, parse_int=_parse_int)
+
+
 def _parse_int(digits: str) -> int:
-    # int() of very many digits is slow, and refused by Python from 4,300 on. What is
-    # left of them is still too large for any field, so the cut number is never used.
+    # What is left of very many digits is still too large for any field, so it is never used.
     return int(digits[:_MAX_INT_DIGITS])
 
 
@@ -138,11 +149,14 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 def _check_nesting(raw: bytes | str) -> None:
-    """Refuses JSON that is nested too deep, before any decoder recurses into it."""
+    """Refuses JSON that is nested too deep or has too many parts, before any decoder makes them."""
     openings = ("[", "{") if isinstance(raw, str) else (b"[", b"{")
     if sum(map(raw.count, openings)) <= MAX_NESTING:  # type: ignore[arg-type]
         return
-    if _is_too_deep(raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw):
+    steps = _steps(raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw)
+    # Deeper than this it gets in the first steps, or there are too many of them.
+    first = islice(steps, 2 * MAX_CONTAINERS)
+    if max(accumulate(first), default=0) > MAX_NESTING:
         text = raw if isinstance(raw, str) else raw.decode("utf-8", "surrogateescape")
         param = _deep_field(text)
         raise InvalidRequest(
@@ -150,16 +164,20 @@ def _check_nesting(raw: bytes | str) -> None:
             param=param,
             limit=MAX_NESTING,
         )
+    if steps.count(1) > MAX_CONTAINERS:
+        raise InvalidRequest(
+            f"the JSON has {steps.count(1)} lists and objects, the limit is {MAX_CONTAINERS}",
+            limit=MAX_CONTAINERS,
+        )
 
 
 _STEPS = bytes.maketrans(b"[]{}", b"\x01\xff\x01\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def _is_too_deep(raw: bytes) -> bool:
-    """Adds up openings (+1) and closings (-1), without a Python loop over a million of them."""
-    steps = array("b", _STRING.sub(b"", raw).translate(_STEPS, _NO_BRACKETS))
-    return max(accumulate(steps), default=0) > MAX_NESTING
+def _steps(raw: bytes) -> array[int]:
+    """Openings (+1) and closings (-1) outside of strings, in order."""
+    return array("b", _STRING.sub(b"", raw).translate(_STEPS, _NO_BRACKETS))
 
 
 def _deep_field(text: str) -> str | None:

@@ -135,16 +135,21 @@ class TokenLog:
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Calls `listener` after each change; returns the function that stops it."""
         self._listeners.append(listener)
+        is_subscribed = True
 
         def unsubscribe() -> None:
-            if listener in self._listeners:
+            nonlocal is_subscribed
+            if is_subscribed:
+                is_subscribed = False
                 self._listeners.remove(listener)
 
         return unsubscribe
 
     def _wake(self) -> None:
         for listener in tuple(self._listeners):
-            listener()
+            # One that was called before it may have made it leave.
+            if listener in self._listeners:
+                listener()
 
 
 class Cursor:

@@ -12,7 +12,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 
 from deployments.engine.config import EngineConfig
 from deployments.engine.sequence import Sequence
@@ -234,6 +234,9 @@ class FairQueue:
     def head(self) -> Sequence | None:
         """The next one to be served."""
         return next(iter(self._queues.values()))[0] if self._queues else None
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain.from_iterable(self._queues.values())
 
     def push(self, seq: Sequence) -> None:
         """Adds a sequence; a tenant that has none waiting gets the last turn."""

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Emission, Engine, EngineStats, internal_error
 from deployments.engine.loop import EngineLoop
-from deployments.engine.preparation import prepare
+from deployments.engine.preparation import prepare, prepare_warm_up
 from deployments.engine.sequence import Sequence
 from protocol.errors import ServingError
 from protocol.request import InferenceRequest
@@ -44,6 +44,8 @@ class AsyncEngine:
         self._loop = EngineLoop(engine, on_step=self._post)
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._pool = ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
+        # Of its own, so that a request never waits for one that is still being written.
+        self._warm_pool = ThreadPoolExecutor(1, thread_name_prefix="warm")
         # As long as somebody holds the sequence, its log can be followed.
         self._logs: WeakKeyDictionary[Sequence, TokenLog] = WeakKeyDictionary()
         self.on_first_token: Callable[[float], None] = lambda ttft_ms: None
@@ -109,6 +111,38 @@ class AsyncEngine:
         """Gives a sequence up, admitted or not; harmless after its end."""
         self._loop.abort(seq)
 
+    async def warm(self, request: InferenceRequest) -> None:
+        """Computes what is known of a prompt that is still being written, where that delays nobody.
+
+        Returns when it is computed or given up, also where the request cannot run: that is told
+        once it is whole. A caller that is cancelled stops the work, and what is done stays.
+
+        Args:
+            request: as it would be if its text ended here; its `request_id` must be unique.
+        """
+        engine = self._engine
+        try:
+            seq = await asyncio.get_running_loop().run_in_executor(
+                self._warm_pool,
+                prepare_warm_up,
+                request,
+                engine.tokenizer,
+                engine.config,
+                engine.prefix_block_tokens,
+                engine.clock,
+            )
+            if seq is None:
+                return
+            self._loop.submit(seq)
+        except ServingError:
+            return
+        cursor = self.follow(seq).cursor()
+        try:
+            while await cursor.wait():
+                pass
+        finally:
+            self.abort(seq)
+
     def stats(self) -> EngineStats:
         """The engine's numbers, and what ended before it reached the engine."""
         stats = self._loop.stats()
@@ -137,7 +171,8 @@ class AsyncEngine:
     async def close(self) -> None:
         """Ends everything that is live and joins the threads. May be called twice."""
         await asyncio.to_thread(self._loop.close)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._warm_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self, seq: Sequence) -> ServingError | None:
         log = self.follow(seq)

@@ -22,6 +22,7 @@ from deployments.engine.sampler import SampledToken, Sampler
 from deployments.engine.scheduler import ScheduledRow, Scheduler, StepPlan
 from deployments.engine.sequence import Sequence, SequenceState
 from deployments.engine.tokenizer import ChatTokenizer
+from deployments.engine.warming import Warming
 from protocol.errors import DeadlineExceeded, DuplicateId, InternalError, ServingError
 from protocol.token_log import FinishReason, Terminal, TokenDelta
 
@@ -48,8 +49,9 @@ class EngineStats:
     `tokens` are still to be computed at the most, prompts and answers of all accepted requests;
     `waiting_tokens` are the prompts of the queued ones. `prefix_query_tokens_total` counts the
     prompt tokens of all requests that were begun, `prefix_hit_tokens_total` those among them
-    that an earlier prompt had left computed; `prompt_tokens_total` counts the others. `stalled_s`
-    is the time since the engine last moved while it had work.
+    that an earlier prompt had left computed; `prompt_tokens_total` counts the others.
+    `warm_up_tokens_total` counts what was computed ahead of requests. `stalled_s` is the time
+    since the engine last moved while it had work. Warm-ups are in no other figure.
     """
 
     running: int = 0
@@ -61,6 +63,7 @@ class EngineStats:
     prompt_tokens_total: int = 0
     prefix_query_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
+    warm_up_tokens_total: int = 0
     finished_total: dict[str, int] = field(default_factory=dict)
     refused_total: int = 0
     last_step_duration_s: float = 0.0
@@ -94,19 +97,26 @@ class Engine:
         self._runner = runner
         self._sampler = sampler or Sampler()
         self.admission = Admission(self.config, clock)
-        self._scheduler = Scheduler(self.config, runner.place)
+        self._scheduler = Scheduler(self.config, self._place)
+        self._warming = Warming(self.config, runner)
         self._answers: dict[str, tuple[Sequence, AnswerText]] = {}
         self._finished: Counter[str] = Counter()
         # Sequences that came with a complete answer: only their end is to be told.
         self._complete: list[Sequence] = []
         self._steps = self._generated_tokens = self._prompt_tokens = 0
         self._prefix_query_tokens = self._prefix_hit_tokens = self._tokens_left = 0
+        self._warm_up_tokens = 0
         self._last_step_duration_s = 0.0
         self._last_step_s: float | None = None
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._complete)
+        return self._scheduler.has_work or bool(self._complete) or self._warming.has_work
+
+    @property
+    def prefix_block_tokens(self) -> int:
+        """Prompts share what was computed in multiples of this."""
+        return self._runner.prefix_block_tokens
 
     def warm_up(self) -> None:
         """Prepares the runner; call it on the thread that will call `step`."""
@@ -119,9 +129,12 @@ class Engine:
         """Queues a sequence.
 
         Raises:
-            Overloaded: see `Admission.take`.
+            Overloaded: see `Admission.take`, and `Warming.add`.
             DuplicateId: a live sequence has this request id.
         """
+        if seq.is_warm_up:
+            self._warming.add(seq)
+            return
         if seq.request_id in self._answers:
             raise DuplicateId(f"request {seq.request_id} is already running")
         self.admission.take(seq)
@@ -144,33 +157,32 @@ class Engine:
     def step(self) -> list[Emission]:
         """Computes one step for every running sequence; returns what there is to tell."""
         emissions = self._drop_dead() + self._end_complete()
-        plan = self._scheduler.schedule()
-        if not plan.rows:
-            return emissions
-        started_s = self.clock()
-        sampled = self._compute(plan)
-        if isinstance(sampled, ServingError):
-            emissions += [self._fail(row.seq, sampled) for row in plan.rows]
-        else:
-            for row, token in zip(plan.sampled_rows, sampled, strict=True):
-                if (emission := self._emit(row.seq, token)) is not None:
-                    emissions.append(emission)
-        self._steps += 1
-        self._last_step_s = self.clock()
-        self._last_step_duration_s = self._last_step_s - started_s
-        return emissions
+        plan = self._warming.fill(
+            self._scheduler.schedule(),
+            len(self._scheduler.running),
+            is_anyone_waiting=bool(self._scheduler.waiting),
+        )
+        if plan.rows:
+            started_s = self.clock()
+            emissions += self._run(plan)
+            self._steps += 1
+            self._last_step_s = self.clock()
+            self._last_step_duration_s = self._last_step_s - started_s
+        return emissions + self._end_warm_ups()
 
     def fail_all(self, error: ServingError) -> list[Emission]:
         """Ends every sequence with an error: the way out of an exception in `step` itself."""
         # What the old scheduler holds is not to be trusted after that.
-        self._scheduler = Scheduler(self.config, self._runner.place)
+        self._scheduler = Scheduler(self.config, self._place)
         self._complete.clear()
         seqs = [seq for seq, _ in self._answers.values()]
         for seq in seqs:
             seq.state = SequenceState.FINISHED
         emissions = [self._fail(seq, error) for seq in seqs]
         self._tokens_left = 0
-        return emissions
+        for seq in list(self._warming):
+            self._warming.end(seq, is_sound=False)
+        return emissions + self._end_warm_ups()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -183,6 +195,7 @@ class Engine:
             prompt_tokens_total=self._prompt_tokens,
             prefix_query_tokens_total=self._prefix_query_tokens,
             prefix_hit_tokens_total=self._prefix_hit_tokens,
+            warm_up_tokens_total=self._warm_up_tokens,
             finished_total=dict(self._finished),
             last_step_duration_s=self._last_step_duration_s,
             last_step_monotonic_s=self._last_step_s,
@@ -190,6 +203,7 @@ class Engine:
 
     def _drop_dead(self) -> list[Emission]:
         """Ends what nobody waits for any more and what is too late, running or queued."""
+        self._warming.drop_abandoned()
         now_s = self.clock()
         emissions = []
         for seq, _ in list(self._answers.values()):
@@ -218,27 +232,46 @@ class Engine:
         found = self._answers.get(seq.request_id)
         return found is not None and found[0] is seq
 
-    def _compute(self, plan: StepPlan) -> list[SampledToken | None] | ServingError:
-        """Runs and samples a plan; an exception comes back as the error for the plan's rows."""
-        for row in plan.rows:
+    def _place(self, seq: Sequence) -> int:
+        self._warming.make_way(seq, len(self._scheduler.running))
+        return self._runner.place(seq)
+
+    def _run(self, plan: StepPlan) -> list[Emission]:
+        """Computes a plan and moves all its sequences on."""
+        requests = plan.rows if plan.warm_up is None else plan.rows[:-1]
+        for row in requests:
             if row.seq.first_scheduled_s is None:
                 self._start(row.seq)
-        sampled_rows = plan.sampled_rows
+        sampled_seqs = [row.seq for row in requests if row.is_sampled]
         try:
-            logits = self._runner.run(plan)
-            assert logits.shape[0] == len(sampled_rows), "one row of logits for each sampled row"
-            # A model may have more logits than its tokenizer has tokens.
-            logits = logits[:, : self.tokenizer.vocab_size]
-            sampled = (
-                self._sampler.sample(logits, [row.seq for row in sampled_rows])
-                if sampled_rows
-                else []
-            )
+            sampled, is_warm_up_sound = self._compute(plan, sampled_seqs)
         except Exception as exc:
-            return internal_error("step failed", exc)
-        for row in plan.rows:
+            if plan.warm_up is not None:
+                logger.exception("a step with a warm-up failed, it is computed without")
+                self._warming.advance(plan.warm_up, is_sound=False)
+                return self._run(StepPlan(requests)) if requests else []
+            error = internal_error("step failed", exc)
+            return [self._fail(row.seq, error) for row in requests]
+        for row in requests:
             self._advance(row)
-        return sampled
+        if plan.warm_up is not None:
+            self._warm_up_tokens += plan.warm_up.end - plan.warm_up.start
+            self._warming.advance(plan.warm_up, is_sound=is_warm_up_sound)
+        emissions = map(self._emit, sampled_seqs, sampled)
+        return [emission for emission in emissions if emission is not None]
+
+    def _compute(
+        self, plan: StepPlan, seqs: list[Sequence]
+    ) -> tuple[list[SampledToken | None], bool]:
+        """Runs a plan; returns a token for each of `seqs`, and whether the warm-up is sound."""
+        logits = self._runner.run(plan)
+        num_rows = len(plan.sampled_rows)
+        assert logits.shape[0] == num_rows, "one row of logits for each sampled row"
+        # Its last token has attended to all that was computed of it, so none of that is NaN.
+        is_warm_up_sound = plan.warm_up is None or not bool(logits[-1].isnan().any())
+        # A model may have more logits than its tokenizer has tokens.
+        logits = logits[: len(seqs), : self.tokenizer.vocab_size]
+        return self._sampler.sample(logits, seqs) if seqs else [], is_warm_up_sound
 
     def _start(self, seq: Sequence) -> None:
         seq.first_scheduled_s = self.clock()
@@ -279,6 +312,19 @@ class Engine:
         if seq.grammar is not None:
             seq.grammar.accept(token.token_id)
         return self._answers[seq.request_id][1].push(token)
+
+    def _end_warm_ups(self) -> list[Emission]:
+        """Tells whoever waits for a warm-up that it is over."""
+        emissions = []
+        for seq in self._warming.take_ended():
+            is_whole = seq.num_computed_tokens == seq.num_tokens
+            terminal = Terminal(
+                finish_reason="stop" if is_whole else "cancelled",
+                usage=seq.usage(),
+                timing=seq.timing(self.clock()),
+            )
+            emissions.append(Emission(seq, [], terminal))
+        return emissions
 
     def _fail(self, seq: Sequence, error: ServingError) -> Emission:
         return self._end(seq, "error", error=error)

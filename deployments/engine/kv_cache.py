@@ -103,6 +103,10 @@ class KVCache:
                 tensor[into] = tensor[held]
         return placement.num_tokens
 
+    def holds(self, seq: Sequence) -> bool:
+        """Whether all whole blocks of a prompt are computed in some slot."""
+        return self._slots.holds(seq)
+
     def slot(self, seq: Sequence) -> int:
         """The slot of a sequence that was placed."""
         slot = self._slots.find(seq)

@@ -87,12 +87,11 @@ class EngineLoop:
         """The engine's numbers, with what is still in the inbox counted as waiting."""
         with self._changed:
             stats, refused = self._engine.stats(), self._refused
-            num_inbox = len(self._inbox)
-            inbox_tokens = sum(seq.num_tokens_left for seq in self._inbox)
+            requests = [seq for seq in self._inbox if not seq.is_warm_up]
         return replace(
             stats,
-            waiting=stats.waiting + num_inbox,
-            tokens=stats.tokens + inbox_tokens,
+            waiting=stats.waiting + len(requests),
+            tokens=stats.tokens + sum(seq.num_tokens_left for seq in requests),
             refused_total=refused,
             stalled_s=self.heartbeat_age_s(),
         )
@@ -132,7 +131,8 @@ class EngineLoop:
             raise Overloaded("the engine is shutting down", retry_after_s=1.0)
         if seq.request_id in self._deliver:
             raise DuplicateId(f"request {seq.request_id} is already running")
-        self._engine.admission.take(seq)
+        if not seq.is_warm_up:
+            self._engine.admission.take(seq)
 
     def _run(self) -> None:
         try:

@@ -18,6 +18,9 @@ from deployments.engine.tokenizer import ChatTokenizer
 from protocol.errors import ContextLengthExceeded, InternalError, InvalidRequest
 from protocol.request import InferenceRequest, SamplingParams
 
+UNSETTLED_TOKENS = 4
+"""Of a text that may go on: a word that is cut off may become other tokens once it is whole."""
+
 
 def prepare(
     request: InferenceRequest,
@@ -65,6 +68,57 @@ def prepare(
     if output_token_ids:
         _continue(seq, output_token_ids, tokenizer)
     return seq
+
+
+def prepare_warm_up(
+    request: InferenceRequest,
+    tokenizer: ChatTokenizer,
+    config: EngineConfig,
+    block_tokens: int,
+    clock: Callable[[], float],
+) -> Sequence | None:
+    """The sequence that computes what is known of a prompt that is still being written.
+
+    It has the tokens that stay as they are when a letter follows, but for the last few, and in
+    whole blocks: so without the template's end and the last word. Where a continuation changes
+    an earlier token, blocks were computed in vain: the request itself is tokenised as a whole.
+
+    Returns:
+        None where no block is known yet.
+
+    Raises:
+        ServingError: the request as it stands cannot run, see `prepare`.
+    """
+    arrival_s = clock()
+    token_ids = _tokenize(request, tokenizer, config)
+    if not isinstance(request.prompt, tuple):
+        longer = _tokenize(_with_a_letter_more(request), tokenizer, config)
+        token_ids = token_ids[: max(0, _num_shared(token_ids, longer) - UNSETTLED_TOKENS)]
+    num_tokens = len(token_ids) // block_tokens * block_tokens
+    if num_tokens == 0:
+        return None
+    return Sequence(
+        request_id=request.request_id,
+        prompt_token_ids=token_ids[:num_tokens],
+        sampling=_resolve(request.sampling, config.max_model_len - num_tokens),
+        arrival_s=arrival_s,
+        tenant=request.tenant,
+        is_warm_up=True,
+    )
+
+
+def _with_a_letter_more(request: InferenceRequest) -> InferenceRequest:
+    if not request.messages:
+        assert not isinstance(request.prompt, tuple), "ids have no letters"
+        return msgspec.structs.replace(request, prompt=(request.prompt or "") + "a")
+    *before, last = request.messages
+    last = msgspec.structs.replace(last, content=(last.content or "") + "a")
+    return msgspec.structs.replace(request, messages=(*before, last))
+
+
+def _num_shared(one: list[int], other: list[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _continue(seq: Sequence, output_token_ids: SequenceOf[int], tokenizer: ChatTokenizer) -> None:

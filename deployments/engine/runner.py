@@ -55,6 +55,11 @@ class Runner(Protocol):
         """Most tokens of one sequence."""
         ...
 
+    @property
+    def prefix_block_tokens(self) -> int:
+        """Prompts share what was computed in multiples of this."""
+        ...
+
     def warm_up(self) -> None:
         """Makes the first real step as fast as any other. Called once, before `run`.
 
@@ -78,6 +83,10 @@ class Runner(Protocol):
             How many of its first tokens need not be computed, because an earlier prompt of
             the same tenant began with them; always fewer than it has.
         """
+        ...
+
+    def holds(self, seq: Sequence) -> bool:
+        """Whether all whole blocks of a prompt are computed already, in whatever place."""
         ...
 
     def release(self, seq: Sequence, *, is_sound: bool = False) -> None:
@@ -156,6 +165,10 @@ class ModelRunner:
         return self.cache.max_model_len
 
     @property
+    def prefix_block_tokens(self) -> int:
+        return self._block
+
+    @property
     def num_threads(self) -> int:
         return self._num_threads
 
@@ -178,6 +191,9 @@ class ModelRunner:
 
     def place(self, seq: Sequence) -> int:
         return self.cache.place(seq)
+
+    def holds(self, seq: Sequence) -> bool:
+        return self.cache.holds(seq)
 
     def release(self, seq: Sequence, *, is_sound: bool = False) -> None:
         if self.attention.is_decode_batched and not is_sound:

@@ -26,20 +26,29 @@ class ScheduledRow:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the row ends at its sequence's last token, so that a new one follows."""
-        return self.end == self.seq.num_tokens
+        """Whether logits behind its last token are wanted.
+
+        So where a new token follows. A warm-up gets none: its logits only tell whether what was
+        computed is sound.
+        """
+        return self.seq.is_warm_up or self.end == self.seq.num_tokens
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: the rows in the order in which their tokens are packed."""
+    """One step: the rows in the order in which their tokens are packed, a warm-up's the last."""
 
     rows: tuple[ScheduledRow, ...]
 
     @cached_property
     def sampled_rows(self) -> tuple[ScheduledRow, ...]:
-        """The rows that get a new token: the runner's logits come in this order."""
+        """The rows whose logits are wanted: the runner's come in this order."""
         return tuple(row for row in self.rows if row.is_sampled)
+
+    @cached_property
+    def warm_up(self) -> ScheduledRow | None:
+        """The row that computes ahead of a request, if any."""
+        return self.rows[-1] if self.rows and self.rows[-1].seq.is_warm_up else None
 
     @property
     def num_tokens(self) -> int:

@@ -60,7 +60,8 @@ class ScriptedRunner:
         self._fault = fault
         self.max_num_seqs = config.max_num_seqs
         self.max_model_len = config.max_model_len
-        self._slots = Slots(config.max_num_seqs, config.prefix_block_tokens or BLOCK_TOKENS)
+        self.prefix_block_tokens = config.prefix_block_tokens or BLOCK_TOKENS
+        self._slots = Slots(config.max_num_seqs, self.prefix_block_tokens)
         self.held: set[Sequence] = set()
         """Sequences that ran and were not released."""
 
@@ -82,6 +83,9 @@ class ScriptedRunner:
 
     def place(self, seq: Sequence) -> int:
         return self._slots.place(seq).num_tokens
+
+    def holds(self, seq: Sequence) -> bool:
+        return self._slots.holds(seq)
 
     def release(self, seq: Sequence, *, is_sound: bool = False) -> None:
         self._slots.free(seq, keep=is_sound)

@@ -40,6 +40,8 @@ class Sequence:
         answer: the text side of an answer that goes on; the engine makes one for any other.
         finish_reason: of an answer that was complete when it came.
         num_cached_tokens: first tokens of the prompt that needed no computing.
+        is_warm_up: it computes the beginning of a prompt that is still being written, and answers
+            nothing.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class Sequence:
     deadline_s: float | None = None
     grammar: Grammar | None = None
     tenant: str = ""
+    is_warm_up: bool = False
 
     output_token_ids: list[int] = field(default_factory=list)
     answer: AnswerText | None = None

@@ -1,7 +1,8 @@
 """Who sits in which KV slot, and which computed prefixes the free slots still hold.
 
 Pure bookkeeping over token ids: knows nothing of tensors or models. A prefix is kept and
-matched in whole blocks of `block_tokens` and within one tenant only.
+matched in whole blocks of `block_tokens` and within one tenant only. What was computed ahead of
+requests (warm-ups) and that none has used yet holds at most half of the slots.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Placement:
 class _Kept:
     tenant: str
     token_ids: list[int]
+    is_warm_up: bool
 
 
 class Slots:
@@ -34,6 +36,7 @@ class Slots:
 
     def __init__(self, num_slots: int, block_tokens: int) -> None:
         self._block_tokens = block_tokens
+        self._max_warm_ups = max(1, num_slots // 2)
         # Sorted downwards: the lowest is taken first, so that used slots stay together in front.
         self._empty = list(range(num_slots - 1, -1, -1))
         # Free slots that hold a prefix, the least recently used first.
@@ -54,18 +57,30 @@ class Slots:
         used, the shared part is to be copied, and the prefix stays.
         """
         assert seq not in self._slot_of, "a sequence is placed once"
-        source, num_tokens = self._best_match(seq)
+        # The last token is always computed: its logits are wanted.
+        limit = min(len(seq.prompt_token_ids), seq.num_tokens - 1)
+        source, num_tokens = self._best_match(seq, self._whole_blocks(limit))
         if source is None:
-            slot = source = self._take()
+            slot = source = self._take(seq)
         elif source in self._kept and self._is_taken_over(source, num_tokens):
             del self._kept[source]
             slot = source
         else:
             if source in self._kept:
                 self._kept[source] = self._kept.pop(source)
-            slot = self._take()
+            slot = self._take(seq)
         self._slot_of[seq] = slot
         return Placement(slot, num_tokens, source)
+
+    def holds(self, seq: Sequence) -> bool:
+        """Whether some slot holds all whole blocks of a prompt; a prefix that does is used by that."""
+        num_wanted = self._whole_blocks(len(seq.prompt_token_ids))
+        slot, num_held = self._best_match(seq, num_wanted)
+        if num_held < num_wanted:
+            return False
+        if slot in self._kept:
+            self._kept[slot] = self._kept.pop(slot)
+        return True
 
     def free(self, seq: Sequence, *, keep: bool) -> None:
         """Takes the slot back; harmless when the sequence has none.
@@ -80,15 +95,13 @@ class Slots:
             return
         num_kept = self._whole_blocks(_num_computed_prompt_tokens(seq)) if keep else 0
         if num_kept:
-            self._kept[slot] = _Kept(seq.tenant, seq.prompt_token_ids[:num_kept])
+            self._kept[slot] = _Kept(seq.tenant, seq.prompt_token_ids[:num_kept], seq.is_warm_up)
         else:
             self._empty.append(slot)
             self._empty.sort(reverse=True)
 
-    def _best_match(self, seq: Sequence) -> tuple[int | None, int]:
+    def _best_match(self, seq: Sequence, limit: int) -> tuple[int | None, int]:
         """The slot with the longest usable prefix, and its length; a free slot wins a tie."""
-        # The last token is always computed: its logits are wanted.
-        limit = self._whole_blocks(min(len(seq.prompt_token_ids), seq.num_tokens - 1))
         best: int | None = None
         longest = 0
         for slot, kept in self._kept.items():
@@ -117,13 +130,21 @@ class Slots:
         is_only_one = not self._empty and len(self._kept) == 1
         return is_only_one or 2 * num_tokens >= len(self._kept[slot].token_ids)
 
-    def _take(self) -> int:
+    def _take(self, seq: Sequence) -> int:
         assert self._empty or self._kept, "the scheduler runs at most max_num_seqs sequences"
-        if self._empty:
-            return self._empty.pop()
-        slot = next(iter(self._kept))
+        slot = self._oldest_warm_up() if seq.is_warm_up else None
+        if slot is None:
+            if self._empty:
+                return self._empty.pop()
+            slot = next(iter(self._kept))
         del self._kept[slot]
         return slot
+
+    def _oldest_warm_up(self) -> int | None:
+        """The slot that a new warm-up has to take where warm-ups hold all that they may."""
+        kept = [slot for slot, kept in self._kept.items() if kept.is_warm_up]
+        num_held = len(kept) + sum(seq.is_warm_up for seq in self._slot_of)
+        return kept[0] if kept and num_held >= self._max_warm_ups else None
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._block_tokens * self._block_tokens

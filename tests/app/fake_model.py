@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import Message
+from starlette.types import Message, Send
 from starlette.websockets import WebSocket
 
 from app.accounts import Accounts
@@ -121,6 +122,8 @@ class FakeIngress:
         self.model = model
         self.num_fetched = 0
         self.gate: asyncio.Event | None = None
+        self.warmed: list[InferenceRequest] = []
+        self.warm_gate: asyncio.Event | None = None
         self.refusal: Exception | None = None
         self._tokens = ResumeTokens(KEY)
 
@@ -131,6 +134,11 @@ class FakeIngress:
         if self.gate is not None:
             await self.gate.wait()
         return self._stream(self.model.start(request))
+
+    async def warm(self, request: InferenceRequest) -> None:
+        self.warmed.append(request)
+        if self.warm_gate is not None:
+            await self.warm_gate.wait()
 
     async def resume_stream(self, token: str, tenant: str) -> Stream:
         name = self._tokens.open(token, tenant).stream
@@ -154,7 +162,8 @@ class FakeIngress:
 
 
 def gateway_over(ingress: FakeIngress, **options: Any) -> Gateway:
-    limits = SessionLimits(heartbeat_s=options.pop("heartbeat_s", 15.0))
+    names = {field.name for field in dataclasses.fields(SessionLimits)}
+    limits = SessionLimits(**{name: options.pop(name) for name in names & options.keys()})
     settings = parse_settings({"auth": options.pop("auth", {})}).auth
     given = {"resume_window_s": 30.0, "max_connections": 100, **options}
     return Gateway(ingress, Accounts(settings), limits=limits, **given)
@@ -183,7 +192,12 @@ class MemoryPeer:
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._inbox.put_nowait({"type": "websocket.connect"})
-        socket = WebSocket(scope, self._inbox.get, self._outbox.put)
+        self._send: Send = self._outbox.put
+
+        async def send(message: Message) -> None:
+            await self._send(message)
+
+        socket = WebSocket(scope, self._inbox.get, send)
         self.task = asyncio.create_task(gateway.serve(socket))
 
     def say(self, type: str, **fields: Any) -> None:
@@ -218,6 +232,10 @@ class MemoryPeer:
 
     def of(self, id: str) -> list[Frame]:
         return [frame for frame in self.frames if frame.get("id") == id]
+
+    def stall(self, send: Send) -> None:
+        """From now on its socket takes what it is sent as `send` does."""
+        self._send = send
 
     def lose(self, code: int = 1005) -> None:
         """The connection breaks."""

@@ -24,7 +24,8 @@ from websockets.http11 import Request, Response
 Frame = dict[str, Any]
 Script = Callable[["Peer"], Awaitable[None]]
 
-PAGE = Path(__file__).parents[2] / "app" / "static" / "index.html"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "app" / "static" / "index.html"
 HELLO: Frame = {
     "type": "HELLO",
     "session": "s-1",
@@ -43,6 +44,10 @@ class Peer:
         self.received: list[Frame] = []
         self.received_forms: list[type] = []
         self.arrived = asyncio.Event()
+        self.sent: dict[str, int] = {}
+        """`seq` of the last chunk of each request, with `crediting`."""
+        self.most_outstanding = 0
+        """The most tokens that were ever sent beyond the last ACK, with `crediting`."""
 
     async def send(
         self, type: str, *, seq: int = 0, binary: bool | None = None, **fields: Any
@@ -96,9 +101,16 @@ class Peer:
         }
         await self.send("INFER_DONE", id=id, seq=seq, **(final | fields))
 
-    async def until(self, type: str) -> None:
-        """Returns when the last frame that the script received is of this type."""
+    async def until(self, type: str, *, reading: bool = False) -> None:
+        """Returns when the last frame that came is of this type; it is for the script to read it.
+
+        Args:
+            reading: read up to it, for scripts that wait for it themselves.
+        """
         while not self.received or self.received[-1]["type"] != type:
+            if reading:
+                await self.receive()
+                continue
             await self.arrived.wait()
             self.arrived.clear()
 
@@ -128,10 +140,10 @@ class FakeServer:
 async def fake_server(
     script: Script, *, api_key: str | None = None, refuse_with: int | None = None, prefix: str = ""
 ) -> AsyncIterator[FakeServer]:
-    """Serves `script` at `/v1/infer` and the demo page at `/`, both under `prefix`.
+    """Serves `script` at `/v1/infer` and the demo page at `/`, all under `prefix`.
 
     Args:
-        api_key: the bearer token that every call but the page must carry.
+        api_key: the bearer token that every call but those of the page must carry.
         refuse_with: HTTP status that answers every handshake, until the test changes it.
 
     Raises, at the end:
@@ -142,6 +154,9 @@ async def fake_server(
         path = request.path.removeprefix(prefix)
         if path in ("", "/"):
             return _response(200, "text/html; charset=utf-8", PAGE.read_bytes())
+        if path.startswith("/static/"):
+            module = ROOT / "clients" / "js" / path.removeprefix("/static/")
+            return _response(200, "text/javascript", module.read_bytes())
         if api_key is not None and request.headers.get("Authorization") != f"Bearer {api_key}":
             return _refusal(401, "unauthorized", "send an API key: Authorization: Bearer KEY")
         if path == "/v1/models":
@@ -213,6 +228,34 @@ async def answering(peer: Peer) -> None:
         finally:
             for task in running.values():
                 task.cancel()
+
+
+def crediting(num_tokens: int) -> Script:
+    """A script that answers everything with `0 1 2 …`, and keeps to the credit it is given."""
+
+    async def script(peer: Peer) -> None:
+        await peer.send(**HELLO)
+        windows: dict[str, int] = {}
+        acked: dict[str, int] = {}
+        while True:
+            frame = await peer.receive()
+            id = frame.get("id", "")
+            if frame["type"] == "INFER_REQ":
+                windows[id], acked[id], peer.sent[id] = frame.get("window", num_tokens), -1, -1
+                await peer.ack(id)
+            elif frame["type"] == "ACK":
+                assert acked[id] < frame["seq"] <= peer.sent[id], frame
+                acked[id] = frame["seq"]
+            if frame["type"] not in ("INFER_REQ", "ACK"):
+                continue
+            while peer.sent[id] - acked[id] < windows[id] and peer.sent[id] < num_tokens - 1:
+                peer.sent[id] += 1
+                await peer.chunk(id, peer.sent[id], f"{peer.sent[id]} ")
+                if peer.sent[id] == num_tokens - 1:
+                    await peer.done(id, num_tokens)
+            peer.most_outstanding = max(peer.most_outstanding, peer.sent[id] - acked[id])
+
+    return script
 
 
 REPLY = ("The capital", " of France", " is Paris", ".")

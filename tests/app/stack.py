@@ -178,6 +178,7 @@ class InProcessReplica:
     Attributes:
         calls: what was called, in order.
         submits: what it was asked to run.
+        warm_ups: what it was asked to compute ahead.
         refuses_bus: whether an ingress cannot open a bus now.
     """
 
@@ -193,6 +194,7 @@ class InProcessReplica:
         self._is_awake.set()
         self.calls: list[str] = []
         self.submits: list[wire.Submit] = []
+        self.warm_ups: list[InferenceRequest] = []
         self.refuses_bus: Callable[[str], bool] = lambda ingress: False
         self._buses: list[TaskRecords] = []
 
@@ -256,16 +258,25 @@ class InProcessModel:
         board.set_replicas(self.replicas)
 
     async def submit(self, payload: bytes, route: wire.Route) -> bytes:
+        replica = await self._choose("submit", route)
+        replica.submits.append(wire.decode_submit(payload))
+        return await replica.service.submit(payload, replica.admit)
+
+    async def warm(self, payload: bytes, route: wire.Route) -> None:
+        replica = await self._choose("warm", route)
+        replica.warm_ups.append(wire.decode_request(payload))
+        await replica.service.warm(payload)
+
+    async def _choose(self, call: str, route: wire.Route) -> InProcessReplica:
         while (name := self.board.choose(route)) is not None:
             replica = self.replicas[name]
             try:
-                await replica.reach("submit")
+                await replica.reach(call)
             except ReplicaGone:
                 # What Serve's router does with an actor that died.
                 self.board.set_replicas(self.board.replicas - {name})
                 continue
-            replica.submits.append(wire.decode_submit(payload))
-            return await replica.service.submit(payload, replica.admit)
+            return replica
         raise ConnectionError("no replica")
 
     def bus(self, ingress: str, positions: dict[str, int], replica: str) -> TaskRecords:
@@ -518,12 +529,10 @@ class PromptServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def served(web: FastAPI) -> AsyncIterator[tuple[str, int]]:
+async def served(web: FastAPI, ws: Any = "websockets-sansio") -> AsyncIterator[tuple[str, int]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    # The kind that Serve's own servers use; pings of the transport would hide our heartbeat.
-    config = uvicorn.Config(
-        web, log_config=None, lifespan="off", ws="websockets-sansio", ws_ping_interval=None
-    )
+    # Pings of the transport would hide our heartbeat.
+    config = uvicorn.Config(web, log_config=None, lifespan="off", ws=ws, ws_ping_interval=None)
     server = PromptServer(config)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     try:

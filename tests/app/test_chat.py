@@ -85,6 +85,7 @@ async def test_options_travel_with_the_question() -> None:
                 "max_tokens": 9,
                 "temperature": 0.0,
                 "cache": "bypass",
+                "window": 256,
             }
         ]
 

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.client import SeedanceClient
-from app.client_handshake import infer_url
-from app.client_stream import ClientStream, ConnectionLost
+from app.client import ClientStream, ConnectionLost, SeedanceClient
+from app.client_connection import infer_url
 from protocol.errors import (
     BadState,
     InternalError,
@@ -27,18 +26,6 @@ from protocol.token_log import CacheOutcome, TokenDelta, TokenLogprob
 from tests.app.fake_server import HELLO, REPLY, Peer, answering, fake_server
 
 both_forms = pytest.mark.parametrize("binary", [False, True], ids=["json", "binary"])
-
-
-class Nowhere:
-    """A carrier that carries nothing."""
-
-    async def launch(self, stream: ClientStream) -> None: ...
-
-    async def cancel(self, stream: ClientStream) -> None: ...
-
-    async def leave(self, stream: ClientStream) -> None: ...
-
-    def release(self, stream: ClientStream) -> None: ...
 
 
 class Clock:
@@ -130,6 +117,7 @@ async def test_a_string_is_a_user_message_and_a_prompt_stays_raw() -> None:
             "messages": messages,
             "max_tokens": 5,
             "temperature": 0.0,
+            "window": 256,
         }
         assert raw["prompt"] == "once upon"
         assert "messages" not in raw
@@ -164,7 +152,10 @@ async def test_entering_a_stream_waits_until_it_is_accepted() -> None:
     async def reply(peer: Peer, id: str) -> None:
         await peer.done(id, 0)
 
-    async with fake_server(one_request(reply)) as server, SeedanceClient(server.url) as client:
+    async with (
+        fake_server(one_request(reply)) as server,
+        SeedanceClient(server.url, window=None) as client,
+    ):
         async with client.stream("hi") as stream:
             assert stream.ack == CacheOutcome(outcome="miss")
             assert await texts(stream) == []
@@ -255,7 +246,7 @@ async def test_chunks_that_repeat_or_fall_back_are_dropped(binary: bool) -> None
 async def test_any_replayed_stretch_leaves_the_text_as_it_was(
     replays: list[tuple[int, int]],
 ) -> None:
-    stream = ClientStream(InferReq(id="r"), Nowhere(), clock=float)
+    stream = ClientStream(InferReq(id="r"), SeedanceClient())
     sent = [InferChunk(id="r", seq=seq, text=f"{seq};") for seq in range(8)]
     order = list(sent)
     for start, length in sorted(replays, reverse=True):

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.client import SeedanceClient
-from app.client_carrier import MAX_DELAY_S, backoff
+from app.client import MAX_DELAY_S, ClientStream, ConnectionLost, SeedanceClient, backoff
 from app.client_connection import ClientConnection
-from app.client_stream import ClientStream, ConnectionLost
 from protocol.errors import Overloaded, ResumeExpired, ServingError, Unauthorized
 from protocol.token_log import TokenDelta
 from tests.app.fake_model import (
@@ -43,9 +41,7 @@ def hurried(url: str, **options: Any) -> SeedanceClient:
 
 
 def connection_of(client: SeedanceClient) -> ClientConnection:
-    connection = client._carrier._current
-    assert connection is not None
-    return connection
+    return client._connections[-1]
 
 
 async def cut(client: SeedanceClient) -> None:
@@ -140,7 +136,7 @@ async def test_the_text_is_whole_wherever_and_how_often_the_connection_breaks(
         for pieces in sorted(cuts):
             while any(len(run.log.deltas) < pieces for run in model.runs.values()):
                 model.step()
-            await eventually(lambda: client._carrier._current is not None)
+            await eventually(lambda: connection_of(client).is_usable)
             await cut(client)
         await eventually(lambda: model.step() or all(reader.done() for reader in readers))
         assert await asyncio.gather(*readers) == [TEXT] * num_streams
@@ -158,7 +154,7 @@ async def test_a_connection_that_breaks_while_tokens_flow_doubles_nothing() -> N
         seqs: list[int] = []
         async for delta in client.stream("hi"):
             seqs.append(delta.seq)
-            if delta.seq % 301 == 300 and client._carrier._current is not None:
+            if delta.seq % 301 == 300 and connection_of(client).is_usable:
                 await cut(client)
     assert seqs == [*range(2000)]
     assert len(model.runs) == 1
@@ -244,7 +240,7 @@ async def test_an_idle_client_connects_again_for_its_next_request() -> None:
     ):
         for _ in range(2):
             assert (await client.complete("hi")).text == "0 "
-            await eventually(lambda: client._carrier._current is None)
+            await eventually(lambda: not connection_of(client).is_usable)
 
 
 # ------------------------------------------------------------------ when it does not go on
@@ -323,8 +319,6 @@ async def test_a_stream_waits_so_long_for_a_server_and_no_longer(is_accepted: bo
             await text_of(stream)
         # The last pause is what was left of the time.
         assert slept == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 1.85])
-        assert client._carrier._recovery is not None
-        await client._carrier._recovery
 
 
 async def test_the_pauses_double_up_to_a_bound_and_are_partly_chance() -> None:
@@ -396,7 +390,7 @@ async def test_a_stream_that_is_cancelled_without_a_connection_is_cancelled_on_t
     ):
         stream = client.stream("hi")
         await stream.start()
-        await eventually(lambda: client._carrier._current is None)
+        await eventually(lambda: not connection_of(client).is_usable)
         await stream.cancel()
         gate.set()
         assert await text_of(stream) == "0 "
@@ -428,7 +422,7 @@ async def test_closing_does_not_wait_for_a_server_that_is_gone() -> None:
         await client.__aenter__()
         stream = client.stream("hi")
         await stream.start()
-    await eventually(lambda: client._carrier._current is None)
+    await eventually(lambda: not connection_of(client).is_usable)
     later = client.stream("later")
     starting = asyncio.create_task(later.start())
     await asyncio.sleep(0)
@@ -488,7 +482,7 @@ async def test_a_draining_server_keeps_what_it_has_and_the_rest_goes_elsewhere()
     ):
         stream = client.stream("old")
         await stream.start()
-        await eventually(lambda: client._carrier._current is None)
+        await eventually(lambda: not connection_of(client).is_usable)
         assert (await client.complete("new")).text == "0 "
         assert await text_of(stream) == "0 old "
         await eventually(lambda: server.peers[0].connection.close_code == 1000)

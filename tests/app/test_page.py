@@ -9,7 +9,9 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 
+from app.accounts import hash_key
 from tests.app.fake_server import HELLO, Peer, answering, fake_server
+from tests.app.stack import eventually, on_air, running_stack
 from tests.e2e.browser import open_browser, open_page
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
@@ -128,7 +130,7 @@ async def test_a_running_reply_is_cancelled_by(page: Page, way: str) -> None:
             await page.keyboard.press("Escape")
         await expect(page.get_by_test_id("chip-finish")).to_have_text("cancelled")
         await expect(page.get_by_test_id("cancel")).to_be_hidden()
-        assert server.peers[0].received[-1] == {"type": "CANCEL", "id": "r1"}
+        assert {"type": "CANCEL", "id": "r1"} in server.peers[0].received
 
 
 async def test_a_second_prompt_runs_while_the_first_still_streams(page: Page) -> None:
@@ -224,7 +226,8 @@ async def test_a_reply_goes_on_over_another_connection(page: Page, how: str) -> 
             if how == "cut":
                 return peer.abort()
             await peer.send("DRAIN", deadline_s=60.0)
-            return await listen(peer)
+            await eventually(lambda: len(server.peers) == 2)
+            return await peer.connection.close(1001)
         resume = await peer.expect("RESUME")
         assert (resume["stream"], resume["last_seq"]) == (f"token-{resume['id']}", 0)
         if len(server.peers) == 2:
@@ -286,9 +289,10 @@ async def test_a_failure_during_a_reply_keeps_what_was_said(page: Page) -> None:
         await expect(page.get_by_test_id("chip-finish")).to_have_text("error")
 
 
-async def test_a_server_that_wants_a_key_is_explained(page: Page) -> None:
-    async with fake_server(answering, api_key="sk-right") as server:
-        await page.goto(server.http_url)
+async def test_a_server_that_wants_a_key_gets_it(page: Page) -> None:
+    keys = [{"tenant": "red", "sha256": hash_key("sk-right")}]
+    async with running_stack() as stack, on_air(stack.graph, auth={"keys": keys}) as site:
+        await page.goto(str(site.http.base_url))
         notice = page.get_by_test_id("notice")
         await expect(notice).to_contain_text("wants an API key (401)")
         await page.get_by_test_id("settings-toggle").click()
@@ -297,7 +301,23 @@ async def test_a_server_that_wants_a_key_is_explained(page: Page) -> None:
         await expect(notice).to_contain_text("refuses this API key (401)")
         await page.get_by_test_id("api-key").fill("sk-right")
         await page.get_by_test_id("connection-state").click()
-        await expect(notice).to_contain_text("The API key is valid")
+        await expect(page.get_by_test_id("connection-state")).to_have_attribute(
+            "data-state", "open"
+        )
+        await expect(notice).to_be_hidden()
+        await ask(page, QUESTION)
+        await expect(page.get_by_test_id("reply-text")).to_contain_text(QUESTION)
+        await expect(page.get_by_test_id("chip-finish")).to_have_text("stop")
+
+
+async def test_a_server_that_is_gone_is_told_apart_from_one_that_refuses(page: Page) -> None:
+    async with fake_server(answering) as server:
+        server.refuse_with = 503
+        await page.goto(server.http_url)
+        notice = page.get_by_test_id("notice")
+        await expect(notice).to_contain_text("refused the WebSocket")
+    await page.get_by_test_id("connection-state").click()
+    await expect(notice).to_contain_text("cannot be reached")
 
 
 @pytest.mark.parametrize("ending", ["", "/"])

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import dataclasses
+from collections import Counter
 
-from app.resume import MAX_TOKEN_CHARS, ResumableStreams, ResumeTokens, resume_expired
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from app.resume import MAX_TOKEN_CHARS, ResumableStreams, ResumeTokens, is_replaced, resume_expired
 from app.serving import Stream
 from protocol.errors import Replaced, ResumeExpired
 from protocol.request import InferenceRequest
@@ -72,13 +82,19 @@ class Owner:
 class Held:
     """A stream, its owner, and how often it was cancelled."""
 
-    def __init__(self, token: str = "t", tenant: str = "red", num_tokens: int = 1) -> None:
+    def __init__(
+        self, token: str = "t", tenant: str = "red", num_tokens: int = 1, prompt: str = "p" * 1000
+    ) -> None:
         self.owner = Owner()
         self.num_cancelled = 0
         log = TokenLog()
         log.append(*(TokenDelta(seq, "x", (seq,)) for seq in range(num_tokens)))
-        request = InferenceRequest(request_id=token, tenant=tenant, model="m", prompt="p" * 1000)
+        request = InferenceRequest(request_id=token, tenant=tenant, model="m", prompt=prompt)
         self.stream = Stream(request=request, log=log, cancel=self._cancel, token=token)
+
+    @property
+    def has_moved(self) -> bool:
+        return is_replaced(self.stream)
 
     def _cancel(self) -> None:
         self.num_cancelled += 1
@@ -288,61 +304,200 @@ def test_clearing_cancels_what_waits_and_leaves_what_is_owned() -> None:
     assert (held.num_cancelled, owned.num_cancelled) == (1, 0)
 
 
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["add", "detach", "spend", "drop", "take", "finish", "move", "wait"]),
-        st.integers(0, 3),
-    ),
-    max_size=40,
-)
+def test_what_a_stream_still_grows_by_counts_too() -> None:
+    waiting = Waiting(max_bytes=1_000_000)
+    growing, other = Held("growing"), Held("other")
+    waiting.hold(growing, other)
+    waiting.detach(growing)
+    growing.stream.log.append(*(TokenDelta(seq, "x", (seq,)) for seq in range(1, 5000)))
+    assert waiting.knows(growing)
+    waiting.detach(other)
+    assert [waiting.knows(one) for one in (growing, other)] == [False, True]
+    assert growing.num_cancelled == 1
 
 
-@given(STEPS)
-def test_whatever_happens_every_stream_has_one_owner_and_none_is_left(
-    steps: list[tuple[str, int]],
-) -> None:
-    waiting = Waiting(max_streams=3)
-    all_held = [Held(f"t{i}") for i in range(4)]
-    owner_of: dict[int, Owner | None] = {}
-    for step, i in steps:
-        held = all_held[i]
-        if step == "add" and i not in owner_of:
-            waiting.hold(held)
-            owner_of[i] = held.owner
-        elif step == "take" and i in owner_of:
-            former, owner = owner_of[i], Owner()
-            try:
-                waiting.streams.take(held.stream.token, "red", owner)
-            except ResumeExpired:
-                assert held.stream.log.terminal is not None
-                continue
-            owner_of[i] = owner
-            if former is not None:
-                assert former.num_replaced == 1
-        elif step in ("detach", "drop") and (owner := owner_of.get(i)) is not None:
-            getattr(waiting.streams, step)(held.stream, owner)
-            owner_of[i] = None
-        elif step == "spend" and (owner := owner_of.get(i)) is not None:
-            held.stream.log.finish(STOP)
-            waiting.streams.detach(held.stream, owner, has_all=True)
-            owner_of[i] = None
-        elif step == "finish":
-            held.stream.log.finish(STOP)
-        elif step == "move":
-            error = Replaced("elsewhere").info
-            held.stream.log.finish(Terminal(finish_reason="error", error=error))
-        elif step == "wait":
-            waiting.pass_time(12.0)
-        assert len(waiting.streams) <= 3
-    for i, owner in owner_of.items():
-        if owner is not None:
-            waiting.streams.detach(all_held[i].stream, owner)
-    waiting.pass_time(30)
+def test_the_prompt_of_a_stream_that_runs_counts_until_its_end() -> None:
+    waiting = Waiting(max_bytes=1_000_000)
+    held = [Held(f"t{i}", prompt="p" * 400_000) for i in range(3)]
+    waiting.hold(*held)
+    waiting.detach(*held)
+    assert [waiting.knows(one) for one in held] == [False, True, True]
+    held[1].stream.log.finish(STOP)
+    again = Held("again", prompt="p" * 400_000)
+    waiting.hold(again)
+    waiting.detach(again)
+    assert all(map(waiting.knows, [*held[1:], again]))
+
+
+def test_streams_with_one_log_may_be_let_go_as_it_ends() -> None:
+    waiting = Waiting(max_bytes=1_000_000)
+    first = Held("first", num_tokens=1000)
+    second = Held("second")
+    second.stream.log = first.stream.log
+    waiting.hold(first, second)
+    waiting.detach(first, second)
+    log = first.stream.log
+    log.append(*(TokenDelta(seq, "x", (seq,)) for seq in range(1000, 3000)))
+    log.finish(STOP)
+    assert [waiting.knows(one) for one in (first, second)] == [True, False]
     waiting.pass_time(30)
     assert len(waiting.streams) == 0
-    assert not waiting.streams._entries
-    assert waiting.streams._unowned_bytes == 0
-    for i in owner_of:
-        assert all_held[i].stream.log.terminal is not None
-        assert all_held[i].num_cancelled <= 1
-        assert not all_held[i].stream.log._listeners
+
+
+WINDOW_S, MAX_STREAMS = 30.0, 3
+
+
+@dataclasses.dataclass
+class Known:
+    """What the reference knows of a stream."""
+
+    owner: Owner | None
+    due: float = 0.0
+    is_spent: bool = False
+
+
+class Reference:
+    """What `ResumableStreams` has to do, put down without care for speed."""
+
+    def __init__(self) -> None:
+        self.known: dict[Held, Known] = {}
+        self.cancelled: set[Held] = set()
+
+    def keep(self, held: Held, now: float, *, is_spent: bool) -> None:
+        self.known.pop(held, None)
+        if not held.has_moved:
+            self.known[held] = Known(None, now + WINDOW_S, is_spent)
+        while len(waiting := self.waiting()) > MAX_STREAMS:
+            spent = [each for each in waiting if self.known[each].is_spent]
+            self.let_go((spent or waiting)[0])
+
+    def let_go(self, held: Held) -> None:
+        del self.known[held]
+        if held.stream.log.terminal is None:
+            self.cancelled.add(held)
+
+    def waiting(self) -> list[Held]:
+        """In the order in which they began to."""
+        return [held for held, known in self.known.items() if known.owner is None]
+
+
+class ResumeMachine(RuleBasedStateMachine):
+    """Streams, their owners and time, in any order; `held` has every stream there was."""
+
+    held = Bundle("held")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = Waiting(WINDOW_S, max_streams=MAX_STREAMS)
+        self.reference = Reference()
+        self.all_held: list[Held] = []
+        self.owners: list[Owner] = []
+        self.num_replaced: Counter[Owner] = Counter()
+
+    @rule(target=held, has_owner=st.booleans(), tenant=st.sampled_from(["red", "blue"]))
+    def add(self, has_owner: bool, tenant: str) -> Held:
+        held = Held(f"t{len(self.all_held)}", tenant)
+        self.all_held.append(held)
+        self.owners.append(held.owner)
+        if has_owner:
+            self.reference.known[held] = Known(held.owner)
+        else:
+            self.reference.keep(held, self.waiting.clock.now, is_spent=False)
+        self.waiting.streams.add(held.stream, held.owner if has_owner else None)
+        return held
+
+    @rule(held=held)
+    def append(self, held: Held) -> None:
+        log = held.stream.log
+        if log.terminal is None:
+            log.append(TokenDelta(log.next_seq, "x", (log.next_seq,)))
+
+    @rule(held=held, is_moved=st.booleans())
+    def finish(self, held: Held, is_moved: bool) -> None:
+        if held.stream.log.terminal is not None:
+            return
+        known = self.reference.known.get(held)
+        error = Replaced("elsewhere").info
+        terminal = Terminal(finish_reason="error", error=error) if is_moved else STOP
+        held.stream.log.finish(terminal)
+        if known is not None and known.owner is None:
+            self.reference.keep(held, self.waiting.clock.now, is_spent=known.is_spent)
+
+    @rule(held=held, is_spent=st.booleans(), owner=st.integers(0))
+    def detach(self, held: Held, is_spent: bool, owner: int) -> None:
+        by = self._owner(held, owner)
+        known = self.reference.known.get(held)
+        if known is not None and known.owner is by:
+            self.reference.keep(held, self.waiting.clock.now, is_spent=is_spent)
+        self.waiting.streams.detach(held.stream, by, has_all=is_spent)
+
+    @rule(held=held, owner=st.integers(0))
+    def drop(self, held: Held, owner: int) -> None:
+        by = self._owner(held, owner)
+        known = self.reference.known.get(held)
+        if known is not None and known.owner in (by, None):
+            self.reference.let_go(held)
+        self.waiting.streams.drop(held.stream, by)
+
+    @rule(held=held, tenant=st.sampled_from(["red", "blue"]))
+    def take(self, held: Held, tenant: str) -> None:
+        known, owner = self.reference.known.get(held), Owner()
+        if known is not None and tenant == held.stream.request.tenant and not held.has_moved:
+            if known.owner is not None:
+                self.num_replaced[known.owner] += 1
+            self.reference.known[held] = Known(owner)
+            self.owners.append(owner)
+            taken = self.waiting.streams.take(held.stream.token, tenant, owner)
+            assert taken.log is held.stream.log
+        else:
+            with pytest.raises(ResumeExpired):
+                self.waiting.streams.take(held.stream.token, tenant, owner)
+
+    @rule(seconds=st.sampled_from([0.0, 10.0, 15.0, 30.0]))
+    def pass_time(self, seconds: float) -> None:
+        now = self.waiting.clock.now + seconds
+        for held in self.reference.waiting():
+            if self.reference.known[held].due <= now:
+                self.reference.let_go(held)
+        self.waiting.pass_time(seconds)
+
+    @rule()
+    def clear(self) -> None:
+        for held in self.reference.waiting():
+            self.reference.let_go(held)
+        self.waiting.streams.clear()
+
+    def _owner(self, held: Held, number: int) -> Owner:
+        """Its owner as often as not, else one that has or had another stream, or this one before."""
+        known = self.reference.known.get(held)
+        if number % 2 and known is not None and known.owner is not None:
+            return known.owner
+        return self.owners[number // 2 % len(self.owners)]
+
+    @invariant()
+    def it_does_what_the_reference_does(self) -> None:
+        streams, known = self.waiting.streams, self.reference.known
+        for held in self.all_held:
+            assert self.waiting.knows(held) is (held in known and not held.has_moved)
+            assert held.num_cancelled == (held in self.reference.cancelled)
+        for owner in self.owners:
+            assert owner.num_replaced == self.num_replaced[owner]
+        waiting = self.reference.waiting()
+        assert len(streams) == len(waiting)
+        assert streams.next_tick_at == min((known[held].due for held in waiting), default=None)
+
+    def teardown(self) -> None:
+        for held, known in list(self.reference.known.items()):
+            if known.owner is not None:
+                self.waiting.streams.detach(held.stream, known.owner)
+        self.waiting.pass_time(WINDOW_S)
+        assert not self.waiting.streams._entries
+        assert self.waiting.streams._unowned_bytes == 0
+        for held in self.all_held:
+            assert not held.stream.log._listeners
+
+
+def test_streams_wait_for_their_clients_as_the_reference_says_in_every_interleaving() -> None:
+    run_state_machine_as_test(
+        ResumeMachine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None)
+    )

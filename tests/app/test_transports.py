@@ -92,7 +92,7 @@ async def over_websocket(site: Site, body: dict[str, Any]) -> Reply:
         ack, *chunks, last = talker.of("r")
         assert (ack["type"], last) == ("INFER_ACK", done)
         assert ack["cache"]["outcome"] == done["cache"]["outcome"]
-        pieces = tuple(chunk["text"] for chunk in chunks)
+        pieces = tuple(chunk["text"] for chunk in chunks if chunk["type"] == "INFER_CHUNK")
         return Reply(pieces, done["finish_reason"], done["usage"], done["cache"]["outcome"])
 
 

@@ -18,8 +18,7 @@ from typing import Any, Literal
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from app.client import SeedanceClient
-from app.client_stream import ConnectionLost
+from app.client import ConnectionLost, SeedanceClient
 from protocol.errors import ServingError
 
 SILENCE_S = 45.0

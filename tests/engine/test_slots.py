@@ -139,6 +139,61 @@ def test_a_neighbours_prompt_is_copied_only_as_far_as_it_is_computed() -> None:
     assert visit(slots, range(30)).num_tokens == 8
 
 
+def ahead(token_ids: SequenceOf[int], tenant: str = "t") -> Sequence:
+    seq = prompt(token_ids, tenant)
+    seq.is_warm_up = True
+    return seq
+
+
+def test_a_prompt_is_held_when_all_its_blocks_lie_in_one_slot_of_its_tenant() -> None:
+    slots = Slots(2, 4)
+    visit(slots, range(10))
+    stays = prompt(range(50, 60))
+    run(slots, stays)
+    assert slots.holds(prompt(range(8)))
+    assert slots.holds(prompt([*range(8), 99])), "the rest of a block is nobody's"
+    assert slots.holds(prompt(range(50, 58))), "running ones count"
+    assert not slots.holds(prompt(range(12)))
+    assert not slots.holds(prompt([*range(4), 99, 98, 97, 96]))
+    assert not slots.holds(prompt(range(8), "u"))
+
+
+def test_a_prefix_that_is_asked_for_is_not_the_next_to_go() -> None:
+    slots = Slots(2, 4)
+    visit(slots, range(8))
+    visit(slots, range(50, 58))
+    assert slots.holds(prompt(range(8)))
+    visit(slots, range(80, 88))
+    assert slots.holds(prompt(range(8)))
+    assert not slots.holds(prompt(range(50, 58)))
+
+
+def test_what_was_computed_ahead_and_not_used_holds_half_of_the_slots_at_most() -> None:
+    slots = Slots(4, 4)
+    visit(slots, range(9))
+    for start in (100, 200, 300, 400):
+        seq = ahead(range(start, start + 9))
+        run(slots, seq)
+        leave(slots, seq)
+    assert [slots.holds(prompt(range(i, i + 8))) for i in (0, 100, 200, 300, 400)] == [
+        True, False, False, True, True,
+    ]  # fmt: skip
+    assert slots.num_used == 0
+
+
+def test_what_a_request_has_used_is_its_own_from_then_on() -> None:
+    slots = Slots(4, 4)
+    for start in (100, 200):
+        seq = ahead(range(start, start + 9))
+        run(slots, seq)
+        leave(slots, seq)
+        assert visit(slots, range(start, start + 12)).num_tokens == 8
+    for start in (300, 400):
+        run(slots, seq := ahead(range(start, start + 9)))
+        leave(slots, seq)
+    assert all(slots.holds(prompt(range(i, i + 8))) for i in (100, 200, 300, 400))
+
+
 def test_freeing_twice_or_without_a_slot_is_harmless() -> None:
     slots = Slots(1, 4)
     seq = prompt(range(5))

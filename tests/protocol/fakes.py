@@ -53,6 +53,15 @@ def resume(id: Any, stream: str = "t-1", last_seq: int = -1, **fields: Any) -> s
     )
 
 
+def piece(id: Any, input_id: int, text: str = "x", **fields: Any) -> str:
+    fields = {"id": id, "input_id": input_id, "text": text, **fields}
+    return json.dumps({"type": "INPUT_CHUNK", **fields})
+
+
+def ack(id: Any, seq: int) -> str:
+    return json.dumps({"type": "ACK", "id": id, "seq": seq})
+
+
 def cancel(id: Any) -> str:
     return json.dumps({"type": "CANCEL", "id": id})
 

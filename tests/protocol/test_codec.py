@@ -19,6 +19,8 @@ from protocol.errors import (
     UnsupportedVersion,
 )
 from protocol.frames import (
+    Ack,
+    Anchor,
     Cancel,
     ClientFrame,
     Drain,
@@ -30,6 +32,8 @@ from protocol.frames import (
     InferChunk,
     InferDone,
     InferReq,
+    InputChunk,
+    InputState,
     Ping,
     Pong,
     Resume,
@@ -68,6 +72,9 @@ SERVER_EXAMPLES: list[Frame] = [
     FAILED,
     REFUSAL,
     ErrorFrame.of(None, InvalidFrame("no frame").info),
+    Anchor(id="r1", input_id=-1, offset=0, ts=5),
+    Anchor(id="r1", input_id=3, offset=2**32 - 1, ts=2**62, sha256="0" * 64),
+    InputState(id="r1", buffered=7, capacity=8, level="high"),
     Drain(deadline_s=0.0),
     Ping(ts=5),
     Pong(),
@@ -88,9 +95,17 @@ CLIENT_EXAMPLES: list[ClientFrame] = [
         cache="bypass",
         input="whole",
         boundary="utf8",
+        anchor="sha256",
+        window=65_536,
     ),
+    InferReq(id="r1", prompt="", input="chunked", boundary="grapheme", anchor="none", window=1),
+    InputChunk(id="r1", input_id=0, text=""),
+    InputChunk(id="r1", input_id=2**32 - 1, text="né🙂", is_last=True),
+    Ack(id="r1", seq=-1),
+    Ack(id="r1", seq=2**32 - 1),
     Resume(id="r1", stream="t", last_seq=-1),
     Resume(id="r1", stream="t", last_seq=2**32 - 1, return_token_ids=True),
+    Resume(id="r1", stream="t", last_seq=0, boundary="utf8", anchor="plain", window=64),
     Cancel(id="r1"),
     Ping(ts=1.5),
     Pong(ts=7),
@@ -208,7 +223,7 @@ def test_a_bad_frame_is_refused_with_the_id_when_it_can_be_read(
     msgspec.json.encode(caught.value.info)
 
 
-@pytest.mark.parametrize("name", ["DRAIN", "INPUT_CHUNK", "ACK", "HELLO", "INFER_DONE", "x" * 999])
+@pytest.mark.parametrize("name", ["DRAIN", "INPUT_STATE", "ANCHOR", "HELLO", "x" * 999])
 def test_a_frame_type_that_is_not_spoken_here_is_named(name: str) -> None:
     with pytest.raises(InvalidFrame) as caught:
         decode(json.dumps({"type": name, "id": "a"}))
@@ -216,6 +231,35 @@ def test_a_frame_type_that_is_not_spoken_here_is_named(name: str) -> None:
     assert name[:50] in caught.value.message
     assert "INFER_REQ" in caught.value.message
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ('"input_id":-1,"text":"x"', "input_id"),
+        ('"input_id":4294967296,"text":"x"', "input_id"),
+        ('"input_id":null,"text":"x"', "input_id"),
+        ('"text":"x"', "input_id"),
+        ('"input_id":0', "text"),
+        ('"input_id":0,"text":null', "text"),
+        ('"input_id":0,"text":["x"]', "text"),
+        ('"input_id":0,"text":"\\ud800"', "text"),
+        ('"input_id":0,"text":"x","is_last":1', "is_last"),
+    ],
+)
+def test_a_piece_that_cannot_be_is_refused_with_its_field(fields: str, param: str) -> None:
+    raw = f'{{"type":"INPUT_CHUNK","id":"a",{fields}}}'
+    for data in (raw, framed(raw)):
+        with pytest.raises(InvalidRequest) as caught:
+            decode(data)
+        assert (caught.value.param, caught.value.request_id) == (param, "a")
+
+
+@pytest.mark.parametrize("seq", ["-2", "4294967296", "null", "1.5", '"3"', "true"])
+def test_an_ack_of_what_cannot_be_is_refused(seq: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(f'{{"type":"ACK","id":"a","seq":{seq}}}')
+    assert caught.value.param == "seq"
 
 
 @pytest.mark.parametrize("last_seq", ["-2", "4294967296", "null", "1.5", '"3"', "true"])
@@ -228,8 +272,12 @@ def test_a_last_seq_that_cannot_be_is_named(last_seq: str) -> None:
 @pytest.mark.parametrize(
     ("field", "param", "words"),
     [
-        ('"input": "chunked"', "input", 'input: only "whole" is supported'),
-        ('"boundary": "grapheme"', "boundary", 'boundary: only "utf8" is supported'),
+        ('"input": "some"', "input", '"whole", "chunked"'),
+        ('"boundary": "word"', "boundary", '"grapheme", "utf8"'),
+        ('"anchor": "md5"', "anchor", '"plain", "sha256", "none"'),
+        ('"window": 0', "window", "at least 1"),
+        ('"window": 65537', "window", "at most 65536"),
+        ('"window": "64"', "window", "integer"),
         ('"temperature": NaN', "temperature", "finite"),
         ('"temperature": "0.5"', "temperature", "number"),
         ('"max_tokens": 1e12', "max_tokens", "integer"),

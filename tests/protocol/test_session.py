@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from protocol.codec import CLIENT_FRAMES, SERVER_FRAMES, encode
 from protocol.errors import InternalError, InvalidRequest
 from protocol.frames import (
+    Ack,
+    Anchor,
     Cancel,
     ClientFrame,
     Drain,
@@ -21,6 +23,8 @@ from protocol.frames import (
     InferChunk,
     InferDone,
     InferReq,
+    InputChunk,
+    InputState,
     Ping,
     Pong,
     Resume,
@@ -32,6 +36,9 @@ from protocol.session import (
     CancelRequest,
     Close,
     ConnectionState,
+    GrantCredit,
+    InputArrived,
+    ReceiveRequest,
     RequestState,
     ResumeRequest,
     Send,
@@ -45,6 +52,7 @@ from tests.protocol.fakes import (
     MISS,
     STOP,
     FakeClock,
+    ack,
     cancel,
     delta,
     framed,
@@ -52,6 +60,7 @@ from tests.protocol.fakes import (
     infer_req,
     only_error,
     open_session,
+    piece,
     read,
     resume,
     sent,
@@ -176,7 +185,7 @@ def test_a_resumed_stream_is_answered_like_a_request(binary: bool) -> None:
     session = open_session()
     raw = resume("a", "token", 4)
     events = session.receive(framed(raw) if binary else raw)
-    assert events == [ResumeRequest("a", "token", 4, binary)]
+    assert events == [ResumeRequest("a", Resume(id="a", stream="token", last_seq=4), binary)]
     assert accept(session, "a")["type"] == "INFER_ACK"
     chunk = session.chunk("a", delta(5))
     assert isinstance(chunk, bytes) is binary
@@ -471,6 +480,8 @@ def test_closing_asks_for_every_live_request_to_be_stopped_once() -> None:
 
 EXAMPLES: dict[type[Frame], ClientFrame] = {
     InferReq: InferReq(id="a", prompt="hi"),
+    InputChunk: InputChunk(id="a", input_id=0, text="x"),
+    Ack: Ack(id="a", seq=5),
     Resume: Resume(id="a", stream="t", last_seq=3),
     Cancel: Cancel(id="a"),
     Ping: Ping(ts=1),
@@ -479,6 +490,10 @@ EXAMPLES: dict[type[Frame], ClientFrame] = {
 EMIT: dict[type[Frame], Callable[[Session], Any]] = {
     InferAck: lambda session: session.accept("a", stream="s", cache=MISS),
     InferChunk: lambda session: session.chunk("a", delta(0)),
+    Anchor: lambda session: session.anchor("a", 0),
+    InputState: lambda session: session._send(
+        "a", InputState(id="a", buffered=0, capacity=1, level="ok")
+    ),
     InferDone: lambda session: session.done("a", STOP, 0),
     ErrorFrame: lambda session: session.refuse("a", REFUSED),
 }
@@ -493,6 +508,8 @@ def session_in(state: State) -> Session:
         session.drain(1.0)
     elif state is ConnectionState.CLOSED:
         session.close()
+    if state is RequestState.RECEIVING:
+        session.receive(infer_req("a", input="chunked"))
     if state in (RequestState.QUEUED, RequestState.STREAMING, RequestState.DONE):
         start(session, "a")
     if state is RequestState.STREAMING:
@@ -512,6 +529,8 @@ def observed(session: Session, frame: ClientFrame) -> Action | str:
         return Action.START
     if isinstance(event, CancelRequest):
         return Action.STOP
+    if isinstance(event, InputArrived):
+        return Action.TAKE_INPUT
     (seen,) = sent(events)
     if seen["type"] == "PONG":
         return Action.ANSWER_PING
@@ -519,6 +538,8 @@ def observed(session: Session, frame: ClientFrame) -> Action | str:
         "duplicate_id": Action.REFUSE_DUPLICATE,
         "unknown_id": Action.REFUSE_UNKNOWN,
         "overloaded": Action.REFUSE_DRAINING,
+        # What is acknowledged in the examples was never sent.
+        "invalid_request": Action.COUNT_CREDIT,
     }
     return refusals.get(seen["code"], seen["code"])
 
@@ -555,7 +576,7 @@ def test_an_own_frame_that_does_not_fit_is_a_programming_error(
 
 def test_the_table_has_no_frame_and_no_state_that_nobody_uses() -> None:
     frames = {frame for _, frame in TRANSITIONS}
-    ours = {Hello, InferAck, InferChunk, InferDone, ErrorFrame, Drain}
+    ours = {Hello, InferAck, InferChunk, Anchor, InputState, InferDone, ErrorFrame, Drain}
     assert frames == {*CLIENT_FRAMES.values(), *ours}
     assert frames <= {*CLIENT_FRAMES.values(), *SERVER_FRAMES.values()}
     states = {state for state, _ in TRANSITIONS}
@@ -575,7 +596,8 @@ STEPS = st.lists(
     st.tuples(
         st.sampled_from(
             [
-                *("request", "request", "resume", "cancel", "accept", "chunk"),
+                *("request", "request", "resume", "cancel", "accept", "chunk", "anchor"),
+                *("receive", "receive", "piece", "piece", "last", "ack"),
                 *("done", "refuse", "bad", "ping"),
             ]
         ),
@@ -596,11 +618,18 @@ def test_every_accepted_request_ends_once_whatever_is_interleaved(
     cancelled: set[str] = set()
     ended: set[str] = set()
     started = terminals = 0
+    num_pieces: dict[str, int] = {}
+    last_seq: dict[str, int] = {}
 
     for step, id, binary in steps:
-        if step in ("request", "resume", "cancel", "bad", "ping"):
+        next_id = num_pieces.get(id, 0)
+        if step in FROM_CLIENT:
             raw = {
                 "request": infer_req(id),
+                "receive": infer_req(id, input="chunked"),
+                "piece": piece(id, next_id),
+                "last": piece(id, next_id, is_last=True),
+                "ack": ack(id, last_seq.get(id, -1)),
                 "resume": resume(id),
                 "cancel": cancel(id),
                 "bad": infer_req(id, top_k="x"),
@@ -610,15 +639,18 @@ def test_every_accepted_request_ends_once_whatever_is_interleaved(
             for event in events:
                 if isinstance(event, Send):
                     assert isinstance(event.data, bytes) is binary
-        if step in ("request", "resume"):
+        if step in ("request", "resume", "receive"):
             if id in live:
                 assert only_error(events)["code"] == "duplicate_id"
             elif len(live) == 2:
                 assert only_error(events)["code"] == "rate_limited"
             else:
-                begun = StartRequest if step == "request" else ResumeRequest
+                begun = BEGUN_BY[step]
                 assert [type(event) for event in events] == [begun]
                 live[id], is_binary[id] = "queued", binary
+                num_pieces[id], last_seq[id] = 0, -1
+                if step == "receive":
+                    live[id] = "receiving"
                 started += 1
                 cancelled.discard(id)
                 ended.discard(id)
@@ -630,25 +662,47 @@ def test_every_accepted_request_ends_once_whatever_is_interleaved(
                 assert events == []
             else:
                 assert only_error(events)["code"] == "unknown_id"
+        elif step in ("piece", "last"):
+            if live.get(id) == "receiving":
+                num_pieces[id] += 1
+                taken = InputArrived if step == "piece" else StartRequest
+                assert [type(event) for event in events] == [taken]
+                live[id] = "receiving" if step == "piece" else "queued"
+            else:
+                code = "bad_state" if id in live or id in ended else "unknown_id"
+                assert only_error(events)["code"] == code
+        elif step == "ack":
+            if id in live or id in ended:
+                assert [type(event) for event in events] in ([], [GrantCredit])
+            else:
+                assert only_error(events)["code"] == "unknown_id"
         elif step == "bad":
             assert only_error(events).get("id") == (None if id in live else id)
         elif step == "ping":
             assert sent(events) == [{"type": "PONG", "ts": 4}]
         else:
-            allowed = {"accept": ["queued"], "chunk": ["streaming"], "refuse": ["queued"]}
+            allowed = {
+                "accept": ["queued"],
+                "chunk": ["streaming"],
+                "anchor": ["receiving", "streaming"],
+                "refuse": ["receiving", "queued"],
+            }
             emit = {
                 "accept": EMIT_BY_ID[InferAck],
                 "chunk": EMIT_BY_ID[InferChunk],
+                "anchor": EMIT_BY_ID[Anchor],
                 "done": EMIT_BY_ID[InferDone],
                 "refuse": EMIT_BY_ID[ErrorFrame],
             }[step]
-            if live.get(id) not in allowed.get(step, ["queued", "streaming"]):
+            if live.get(id) not in allowed.get(step, ["receiving", "queued", "streaming"]):
                 with pytest.raises(ValueError, match="in the state"):
                     emit(session, id)
                 continue
             data = emit(session, id)
             assert isinstance(data, bytes) is is_binary[id]
             assert read(data)["id"] == id
+            if step == "chunk":
+                last_seq[id] = 0
             if step == "accept":
                 live[id] = "streaming"
             elif step in ("done", "refuse"):
@@ -659,9 +713,12 @@ def test_every_accepted_request_ends_once_whatever_is_interleaved(
     assert started == terminals + len(live)
 
 
+FROM_CLIENT = ("request", "receive", "piece", "last", "ack", "resume", "cancel", "bad", "ping")
+BEGUN_BY = {"request": StartRequest, "receive": ReceiveRequest, "resume": ResumeRequest}
 EMIT_BY_ID: dict[type[Frame], Callable[[Session, str], str | bytes]] = {
     InferAck: lambda session, id: session.accept(id, stream="s", cache=MISS),
     InferChunk: lambda session, id: session.chunk(id, delta(0)),
+    Anchor: lambda session, id: session.anchor(id, 0),
     InferDone: lambda session, id: session.done(id, STOP, 1),
     ErrorFrame: lambda session, id: session.refuse(id, REFUSED),
 }

@@ -308,7 +308,7 @@ async def test_an_answer_that_cannot_be_read_is_never_stored() -> None:
 async def test_a_damaged_answer_is_a_miss_an_error_and_gone(text: str) -> None:
     asker = Asker(FakeEmbedder())
     await asker.store()
-    (entry,) = asker.service._cache._entries.values()
+    (entry,) = asker.service._cache._tiers.warm.entries()
     object.__setattr__(entry.answer, "payload", b"rubbish")
     reply = await asker.lookup(text)
     assert (reply.stored, reply.outcome.outcome) == (None, "miss")

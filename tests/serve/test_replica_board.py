@@ -165,6 +165,15 @@ def test_affinity_that_is_given_up_is_counted() -> None:
     assert (b.routed_total, b.prefix_routed_total, b.overflow_total) == (2, 0, 1)
 
 
+def test_a_warm_up_draws_its_request_after_it_and_is_not_counted_as_one() -> None:
+    b = board("a", "b")
+    home = b.choose(Route(chain=CHAIN[:2], is_warm_up=True))
+    assert b.choose(Route(chain=CHAIN, is_warm_up=True)) == home
+    assert (b.routed_total, b.prefix_routed_total) == (0, 0)
+    assert b.choose(Route(chain=(*CHAIN, 4), cost=10)) == home
+    assert (b.routed_total, b.prefix_routed_total) == (1, 1)
+
+
 def test_the_least_recently_used_prefixes_are_forgotten_the_longest_first() -> None:
     b = board("a", "b", max_hashes=4)
     b.remember("a", (1, 2, 3))

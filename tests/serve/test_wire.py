@@ -53,6 +53,7 @@ CASES: list[tuple[msgspec.Struct, Callable[[bytes], Any]]] = [
         ),
         wire.decode_submit,
     ),
+    (REQUEST, wire.decode_request),
     (wire.SubmitReply(replica="m1", accepted=ACCEPTED), wire.decode_submit_reply),
     (wire.SubmitReply(replica="m1", refused=TERMINAL.error), wire.decode_submit_reply),
     (
