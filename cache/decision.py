@@ -1,10 +1,33 @@
-"""May this request be given that stored answer? One function, whatever path or tier asks."""
+"""May this request be given that stored answer? One decision, whatever path or tier asks.
+
+`refusal` is what holds for every hit: partition, age, length, completeness. `Decider` adds the
+semantic path: which of the nearest stored questions asks the same, and whether the error budget
+lets its answer be given. Holds no entries: it gets candidates, and gives a verdict on them.
+"""
 
 from __future__ import annotations
 
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cachetools import LRUCache
+
 from cache.answer import StoredAnswer
-from cache.guards import disagreement
+from cache.budget import Action, Decision, ErrorBudget
+from cache.guards import MAX_PROMPT_CHARS, Comparison, compare, disagreement
+from cache.index import Vector
 from cache.key import PromptKey
+from cache.reading import Reading, understand
+from cache.verifier import Pair, Verifier
+
+logger = logging.getLogger(__name__)
+
+MAX_READINGS = 4096
+QUARANTINE_RADIUS = 0.97
+"""Cosine: neighbours as near as this to a question whose answer was wrong are taken out with it."""
 
 
 def refusal(
@@ -20,8 +43,20 @@ def refusal(
     """Why `asked` must not get `answer`, which was stored for `stored`; None means it may.
 
     `similarity` None asks for the exact path, where the texts must be equal;
-    else the texts must be as near as `threshold` and the guards must agree.
+    else the texts must be as near as `threshold` and have the same wording.
     """
+    if (reason := _refusal(stored, answer, asked, age_s=age_s, ttl_s=ttl_s)) is not None:
+        return reason
+    if similarity is None:
+        return None if stored.text == asked.text else "other text"
+    if (reason := _semantic_refusal(stored, answer, asked, similarity, threshold)) is not None:
+        return reason
+    return disagreement(stored.text, asked.text)
+
+
+def _refusal(
+    stored: PromptKey, answer: StoredAnswer, asked: PromptKey, *, age_s: float, ttl_s: float
+) -> str | None:
     if stored.partition != asked.partition:
         return "other partition"
     if age_s >= ttl_s:
@@ -30,8 +65,12 @@ def refusal(
         return f"answer has {answer.completion_tokens} tokens, max_tokens is {asked.max_tokens}"
     if answer.is_truncated and stored.max_tokens != asked.max_tokens:
         return "answer was cut at another limit"
-    if similarity is None:
-        return None if stored.text == asked.text else "other text"
+    return None
+
+
+def _semantic_refusal(
+    stored: PromptKey, answer: StoredAnswer, asked: PromptKey, similarity: float, threshold: float
+) -> str | None:
     if answer.is_truncated:
         return "answer was cut"
     if not (stored.allow_semantic and asked.allow_semantic):
@@ -39,4 +78,193 @@ def refusal(
     # Written so that NaN is refused.
     if not similarity >= threshold:
         return "below threshold"
-    return disagreement(stored.text, asked.text)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A stored question near the asked one. `embedding` is its index row, (D,) of unit norm."""
+
+    key: PromptKey
+    answer: StoredAnswer
+    age_s: float
+    similarity: float
+    embedding: Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What to do for a request, given its candidates.
+
+    `serve`: give the answer of `candidates[choice]`. `shadow`: give none; were an answer given, it
+    would be that one. `refuse`: none is near enough. With `is_checked` the request's own answer is
+    generated too, compared with that of the choice, and the result told to `Decider.record`.
+    `score` is None where the wording is the same.
+    """
+
+    action: Action
+    reason: str
+    choice: int | None = None
+    similarity: float | None = None
+    score: float | None = None
+    is_checked: bool = False
+    check_rate: float = 0.0
+    category: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """An entry gave, or would have given, a wrong answer: it leaves the semantic path.
+
+    So do entries of its partition whose embeddings are as near to its own as `radius`, and it and
+    they may not come back to the semantic path before they would have expired.
+    """
+
+    radius: float
+
+
+class Decider:
+    """Decides for the semantic path. Belongs to one thread, as the cache that asks it.
+
+    Args:
+        mode: "strict" serves the same wording only; "verified" also what verifier and budget
+            let pass.
+        same_wording_similarity: least cosine where the wording is the same.
+        min_similarity: least cosine of a candidate that the verifier is asked about.
+        verifier: None where embeddings of its length cannot be had; then strict.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: ErrorBudget,
+        verifier: Verifier | None,
+        rng: random.Random,
+        mode: Literal["strict", "verified"] = "verified",
+        same_wording_similarity: float = 0.95,
+        min_similarity: float = 0.7,
+    ) -> None:
+        for name, value in (
+            ("same_wording_similarity", same_wording_similarity),
+            ("min_similarity", min_similarity),
+        ):
+            if not 0 < value <= 1:
+                raise ValueError(f"{name} is {value}, not in (0, 1]")
+        self._budget = budget
+        self._verifier = verifier if mode == "verified" else None
+        self._rng = rng
+        self._same_wording_similarity = same_wording_similarity
+        self._min_similarity = min_similarity
+        self._readings: LRUCache[str, Reading] = LRUCache(MAX_READINGS)
+
+    def choose(
+        self,
+        asked: PromptKey,
+        embedding: Vector,
+        candidates: Sequence[Candidate],
+        *,
+        ttl_s: float,
+        category: str,
+    ) -> Verdict:
+        """The verdict on the candidates of a request, the nearest first.
+
+        To be called once for each request that found no equal question, also when there are no
+        candidates: the error budget counts requests.
+        """
+        self._budget.count_request(category)
+        pairs: list[tuple[int, Pair]] = []
+        reason, similarity = "no candidate", None
+        for place, candidate in enumerate(candidates):
+            refused = self._refusal(candidate, asked, ttl_s)
+            if refused is None:
+                refused = self._same_wording(candidate, asked)
+                if refused is None:
+                    return Verdict(
+                        action="serve",
+                        reason="same wording",
+                        choice=place,
+                        similarity=candidate.similarity,
+                        category=category,
+                    )
+                comparison = self._comparison(candidate, asked)
+                if comparison is not None:
+                    refused = comparison.veto
+                    if refused is None:
+                        pairs.append((place, Pair(comparison, candidate.embedding)))
+            if place == 0:
+                reason, similarity = refused or reason, candidate.similarity
+        if not pairs or self._verifier is None:
+            return Verdict(action="refuse", reason=reason, similarity=similarity, category=category)
+        return self._weigh(self._verifier, embedding, pairs, candidates, category)
+
+    def record(self, verdict: Verdict, *, was_right: bool) -> Quarantine | None:
+        """Takes note of what a check of `verdict` found, or of feedback on it."""
+        if verdict.score is not None:
+            self._budget.record(
+                verdict.category,
+                verdict.score,
+                was_right,
+                was_served=verdict.action == "serve",
+                check_rate=verdict.check_rate if verdict.is_checked else 1.0,
+            )
+        elif not was_right:
+            self._budget.spend(verdict.category)
+        return None if was_right else Quarantine(QUARANTINE_RADIUS)
+
+    def _refusal(self, candidate: Candidate, asked: PromptKey, ttl_s: float) -> str | None:
+        return _refusal(
+            candidate.key, candidate.answer, asked, age_s=candidate.age_s, ttl_s=ttl_s
+        ) or _semantic_refusal(
+            candidate.key,
+            candidate.answer,
+            asked,
+            candidate.similarity,
+            self._same_wording_similarity if self._verifier is None else self._min_similarity,
+        )
+
+    def _same_wording(self, candidate: Candidate, asked: PromptKey) -> str | None:
+        reason = disagreement(candidate.key.text, asked.text)
+        if reason is None and not candidate.similarity >= self._same_wording_similarity:
+            return "below threshold"
+        return reason
+
+    def _comparison(self, candidate: Candidate, asked: PromptKey) -> Comparison | None:
+        if (
+            self._verifier is None
+            or max(len(candidate.key.text), len(asked.text)) > MAX_PROMPT_CHARS
+        ):
+            return None
+        return compare(self._reading(candidate.key.text), self._reading(asked.text))
+
+    def _reading(self, text: str) -> Reading:
+        reading = self._readings.get(text)
+        if reading is None:
+            reading = self._readings[text] = understand(text)
+        return reading
+
+    def _weigh(
+        self,
+        verifier: Verifier,
+        embedding: Vector,
+        pairs: Sequence[tuple[int, Pair]],
+        candidates: Sequence[Candidate],
+        category: str,
+    ) -> Verdict:
+        try:
+            scores = verifier.score(embedding, [pair for _, pair in pairs])
+        except ValueError as exc:
+            logger.warning("pair not scored: %s", exc)
+            return Verdict(action="refuse", reason=str(exc), category=category)
+        best = int(scores.argmax())
+        place, score = pairs[best][0], float(scores[best])
+        decision: Decision = self._budget.decide(category, score, self._rng)
+        return Verdict(
+            action=decision.action,
+            reason=decision.why,
+            choice=place,
+            similarity=candidates[place].similarity,
+            score=score,
+            is_checked=decision.is_checked,
+            check_rate=decision.check_rate,
+            category=category,
+        )

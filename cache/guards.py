@@ -1,16 +1,21 @@
 """May two prompts share an answer? Reasons why not, from their wording alone.
 
-Pure and symmetric: a prompt agrees with itself, and `disagreement(a, b)` is None
-exactly when `disagreement(b, a)` is. Similarity is not looked at: prompts
-that ask opposite things are often nearer to each other than paraphrases are.
+Two questions, both pure and symmetric. `disagreement`: is it the same wording? Then nothing more
+is asked. `compare`: if not, is there a difference in what they ask that no likeness can outweigh? What
+passes goes to `cache.verifier`. Similarity is not looked at: prompts that ask opposite things are
+often nearer to each other than paraphrases are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 
-from cache import lexicon
+from cache import lexicon, senses
+from cache.reading import Reading, Token, concept_of
+from cache.spelling import english_words, is_slip
 from cache.wording import Term, Wording, read
 
 MAX_PROMPT_CHARS = 4096
@@ -101,3 +106,355 @@ def _is_opposite(one: str, other: str) -> bool:
 def _phrase(label: str, sides: list[list[str]]) -> str:
     """ "numbers differ: 23 / 28"; at most three terms a side."""
     return f"{label}: " + " / ".join(" ".join(side[:MAX_SHOWN]) or "none" for side in sides)
+
+
+# Vetoes: what a likeness must not outweigh
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """How the tokens of two readings meet.
+
+    `shared` holds pairs of equal concepts, in the order of the first reading; `slips` pairs that
+    differ by a slip of the pen; the rest found no counterpart, light words apart.
+    """
+
+    shared: tuple[tuple[Token, Token], ...]
+    num_slips: int
+    num_respelled: int
+    only: tuple[tuple[Token, ...], tuple[Token, ...]]
+    light: tuple[tuple[Token, ...], tuple[Token, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two readings side by side, in an order that does not depend on who was first.
+
+    `veto` is why an answer to one must not be given for the other, however alike they are.
+    """
+
+    first: Reading
+    second: Reading
+    alignment: Alignment
+    veto: str | None
+
+
+def compare(one: Reading, other: Reading) -> Comparison:
+    """Puts two readings side by side; meant for prompts that `disagreement` keeps apart."""
+    first, second = (one, other) if one.letters <= other.letters else (other, one)
+    alignment = align(first, second)
+    return Comparison(first, second, alignment, _veto(first, second, alignment))
+
+
+def _veto(first: Reading, second: Reading, alignment: Alignment) -> str | None:
+    if first.language is None or second.language is None:
+        return "wording matters and differs"
+    if first.language != second.language:
+        return f"languages differ: {first.language} / {second.language}"
+    return next(
+        (reason for check in _CHECKS if (reason := check(first, second, alignment)) is not None),
+        None,
+    )
+
+
+def align(first: Reading, second: Reading) -> Alignment:
+    """Pairs the tokens of two readings off."""
+    places: dict[str, list[Token]] = {}
+    for token in second.tokens:
+        places.setdefault(token.concept, []).append(token)
+    shared: list[tuple[Token, Token]] = []
+    rest: list[Token] = []
+    for token in first.tokens:
+        twins = places.get(token.concept)
+        if twins:
+            shared.append((token, twins.pop(0)))
+        else:
+            rest.append(token)
+    taken = {id(twin) for _, twin in shared}
+    others = [token for token in second.tokens if id(token) not in taken]
+    joined = _joined(rest, others)
+    slips = _slips(rest, others) if first.language == second.language == "en" else []
+    shared.sort(key=lambda pair: pair[0].place)
+    shared = sorted([*shared, *joined, *slips], key=lambda pair: pair[0].place)
+    light = [[token for token in side if token.is_light] for side in (rest, others)]
+    if not _are_interchangeable(light[0], light[1], first.language or ""):
+        light = [[], []]
+    only = [
+        tuple(token for token in side if token not in spared)
+        for side, spared in zip((rest, others), light, strict=True)
+    ]
+    return Alignment(
+        tuple(shared),
+        len(slips),
+        len(joined),
+        (only[0], only[1]),
+        (tuple(light[0]), tuple(light[1])),
+    )
+
+
+def _are_interchangeable(one: list[Token], other: list[Token], language: str) -> bool:
+    """Whether light words on both sides may stand for each other; alone they add nothing."""
+    if not one or not other:
+        return True
+    concepts = {token.concept for token in (*one, *other)}
+    return any(concepts <= group for group in _interchangeable(language))
+
+
+@cache
+def _interchangeable(language: str) -> tuple[frozenset[str], ...]:
+    known = senses.BY_LANGUAGE.get(language)
+    groups = known.interchangeable if known else ()
+    return tuple(frozenset(concept_of(word, language) for word in group) for group in groups)
+
+
+def _joined(rest: list[Token], others: list[Token]) -> list[tuple[Token, Token]]:
+    """Takes out words that one side writes apart: "smart phone" and "smartphone"."""
+    found: list[tuple[Token, Token]] = []
+    for one, other, is_turned in ((rest, others, False), (others, rest, True)):
+        for token in list(one):
+            letters = _letters(token)
+            for size in (1, 2, 3):
+                run = next(
+                    (
+                        other[i : i + size]
+                        for i in range(len(other) - size + 1)
+                        if "".join(map(_letters, other[i : i + size])) == letters
+                    ),
+                    None,
+                )
+                if run and token.kind == "word" and all(t.kind == "word" for t in run):
+                    one.remove(token)
+                    for member in run:
+                        other.remove(member)
+                    found.append((run[0], token) if is_turned else (token, run[0]))
+                    break
+    return found
+
+
+def _letters(token: Token) -> str:
+    return token.shown.lower().replace("-", "").replace("'", "")
+
+
+def _slips(rest: list[Token], others: list[Token]) -> list[tuple[Token, Token]]:
+    found: list[tuple[Token, Token]] = []
+    words = english_words()
+    for token in list(rest):
+        for other in others:
+            if token.kind != "word" or other.kind != "word" or token.is_name or other.is_name:
+                continue
+            if is_slip(token.shown.lower(), other.shown.lower(), words):
+                rest.remove(token)
+                others.remove(other)
+                found.append((token, other))
+                break
+    return found
+
+
+def _numbers_differ(first: Reading, second: Reading, _: Alignment) -> str | None:
+    return _kind_differs("numbers", first, second, ("number",))
+
+
+def _literals_differ(first: Reading, second: Reading, _: Alignment) -> str | None:
+    return _kind_differs("identifiers", first, second, ("identifier", "quote"))
+
+
+def _kind_differs(
+    label: str, first: Reading, second: Reading, kinds: tuple[str, ...]
+) -> str | None:
+    sides = [[t.concept for t in reading.tokens if t.kind in kinds] for reading in (first, second)]
+    if sides[0] == sides[1]:
+        return None
+    return _phrase(f"{label} differ", sides)
+
+
+def _negation_differs(first: Reading, second: Reading, _: Alignment) -> str | None:
+    if first.negations == second.negations:
+        return None
+    return f"negation differs: {first.negations} / {second.negations}"
+
+
+def _markers_differ(first: Reading, second: Reading, _: Alignment) -> str | None:
+    if first.markers == second.markers:
+        return None
+    counts = Counter(first.markers), Counter(second.markers)
+    sides = [list(counts[0] - counts[1]), list(counts[1] - counts[0])]
+    return _phrase("turning words differ", sides)
+
+
+def _persons_differ(first: Reading, second: Reading, _: Alignment) -> str | None:
+    """Who is spoken of: nobody may be exchanged for somebody else, nor change places."""
+    readings = (first, second)
+    spoken_of = [{p.split(":")[0] for p in reading.persons} for reading in readings]
+    owners = [{p for p in reading.persons if p.endswith(":has")} for reading in readings]
+    actors = [
+        [p.split(":")[0] for p in reading.persons if not p.endswith(":has")] for reading in readings
+    ]
+    third = [side - {"me", "you"} for side in spoken_of]
+    if third[0] != third[1] or (all(owners) and owners[0] != owners[1]):
+        return _phrase("persons differ", [sorted(side) for side in spoken_of])
+    if all(actors) and actors[0][0] != actors[1][0]:
+        return _phrase("roles differ", actors)
+    return None
+
+
+_MEASURING = frozenset({"tell", "how much", "how many", "how long"})
+
+
+def _asks_differ(first: Reading, second: Reading, _: Alignment) -> str | None:
+    if are_askable(first.ask, second.ask):
+        return None
+    return f"kinds of question differ: {first.ask} / {second.ask}"
+
+
+def are_askable(one: str, other: str) -> bool:
+    """Whether two kinds of question may ask for the same thing: "what price", "how much"."""
+    if one == other or not one or not other:
+        return True
+    kinds = {one, other}
+    return "what" in kinds and not kinds.isdisjoint(_MEASURING)
+
+
+def _names_differ(_: Reading, __: Reading, alignment: Alignment) -> str | None:
+    sides = [[t for t in side if t.is_name] for side in alignment.only]
+    if sides[0] or sides[1]:
+        return _phrase("names differ", [[t.shown for t in side] for side in alignment.only])
+    for one, other in alignment.shared:
+        is_capital = one.shown.lower() in lexicon.CAPITAL_WORDS
+        if is_capital and one.is_name != other.is_name and one.shown.lower() == other.shown.lower():
+            return f"capitals differ: {one.shown} / {other.shown}"
+    return None
+
+
+def _opposites(first: Reading, _: Reading, alignment: Alignment) -> str | None:
+    language = first.language or ""
+    known = senses.BY_LANGUAGE[language]
+    for one in alignment.only[0] + alignment.light[0]:
+        for other in alignment.only[1] + alignment.light[1]:
+            pair = (one.concept, other.concept)
+            if _are_opposite(pair, _oppositions(language)):
+                return f"opposites: {one.shown} / {other.shown}"
+            if _is_negated(pair, known.negative_prefixes):
+                return f"opposites: {one.shown} / {other.shown}"
+            if any({*pair} <= kind for kind in _kinds(language)):
+                return f"kinds differ: {one.shown} / {other.shown}"
+    return None
+
+
+@cache
+def _oppositions(language: str) -> tuple[frozenset[str], ...]:
+    groups = senses.BY_LANGUAGE[language].opposite
+    return tuple(frozenset(concept_of(word, language) for word in group) for group in groups)
+
+
+@cache
+def _kinds(language: str) -> tuple[frozenset[str], ...]:
+    groups = senses.BY_LANGUAGE[language].kinds
+    return tuple(frozenset(concept_of(word, language) for word in group) for group in groups)
+
+
+def _are_opposite(pair: tuple[str, str], groups: Sequence[frozenset[str]]) -> bool:
+    return any(pair[0] in group and pair[1] in group for group in groups)
+
+
+def _is_negated(pair: tuple[str, str], prefixes: tuple[str, ...]) -> bool:
+    short, long = sorted(pair, key=len)
+    return len(short) > 2 and any(prefix + short == long for prefix in prefixes)
+
+
+def _words_differ(first: Reading, second: Reading, alignment: Alignment) -> str | None:
+    """One word exchanged for another, not known to mean the same, is most often another thing.
+
+    So are several, each in the place of another. Where more is reworded the verifier may weigh it,
+    in English; of the other languages too little is known.
+    """
+    frames = [
+        ["" if token in only else token.concept for token in reading.tokens]
+        for reading, only in zip((first, second), alignment.only, strict=True)
+    ]
+    is_reworded = min(map(len, alignment.only)) > 1 and frames[0] != frames[1]
+    if not any(alignment.only) or (first.language == "en" and is_reworded):
+        return None
+    return _phrase("words differ", [[t.shown for t in side] for side in alignment.only])
+
+
+def _voices_differ(first: Reading, _: Reading, alignment: Alignment) -> str | None:
+    """ "Is Ann bullying?" and "Is Ann bullied?"."""
+    if first.language != "en":
+        return None
+    for pair in alignment.shared:
+        endings = {_ending(token.shown.lower()) for token in pair}
+        if endings == {"ing", "ed"}:
+            return f"voices differ: {pair[0].shown} / {pair[1].shown}"
+    return None
+
+
+def _ending(word: str) -> str:
+    return next((ending for ending in ("ing", "ed") if word.endswith(ending)), "")
+
+
+def _one_adds(first: Reading, second: Reading, alignment: Alignment) -> str | None:
+    """One prompt narrows what the other asks in general."""
+    one, other = alignment.only
+    if first.ask == second.ask == "do" and any(alignment.light):
+        # "I want to pay" and "I know how to pay": no question makes up for what is dropped.
+        return _phrase("one adds", [[t.shown for t in side] for side in alignment.light])
+    if bool(one) == bool(other):
+        return None
+    return _phrase("one adds", [[t.shown for t in side] for side in (one, other)])
+
+
+def _roles_differ(first: Reading, _: Reading, alignment: Alignment) -> str | None:
+    """Whether things changed places: "from A to B" and "from B to A", "A loves B", "B loves A"."""
+    movable = senses.BY_LANGUAGE[first.language or ""].movable
+    pairs = [pair for pair in alignment.shared if pair[0].concept not in movable]
+    for place, (one, other) in enumerate(pairs):
+        if one.role != other.role and _is_turned(one.role, other.role):
+            return f"roles differ: {one.role} {one.shown} / {other.role} {other.shown}"
+        for later, twin in pairs[place + 1 :]:
+            if one.role == twin.role != later.role == other.role:
+                return f"roles differ: {one.shown} / {later.shown}"
+            if other.place > twin.place and not _may_move((one, other), (later, twin)):
+                return f"word order differs: {one.shown} / {later.shown}"
+    return None
+
+
+def _is_turned(one: str, other: str) -> bool:
+    """Whether two prepositions give what follows different parts to play."""
+    if not one or not other:
+        return False
+    is_origin = one in ("from", "by") or other in ("from", "by")
+    return is_origin or {one, other} in ({"on", "off"}, {"into", "out of"}, {"in", "out of"})
+
+
+def _may_move(one: tuple[Token, Token], other: tuple[Token, Token]) -> bool:
+    """Whether two things that stand in another order play the same parts nevertheless."""
+    for moved, fixed in ((one, other), (other, one)):
+        is_phrase = moved[0].role == moved[1].role != ""
+        if is_phrase and moved[0].role != fixed[0].role:
+            return True
+        # "the password for guests", "the guest password"
+        for close, apart in ((0, 1), (1, 0)):
+            is_head = fixed[0].role == fixed[1].role == moved[close].role
+            is_ahead = moved[close].place < fixed[close].place
+            if is_head and is_ahead and moved[apart].role in _COMPOUNDING - {fixed[0].role}:
+                return True
+    return False
+
+
+_COMPOUNDING = frozenset({"of", "for", "in", "on", "at", "about", "with"})
+_Check = Callable[[Reading, Reading, Alignment], str | None]
+_CHECKS: tuple[_Check, ...] = (
+    _literals_differ,
+    _numbers_differ,
+    _negation_differs,
+    _markers_differ,
+    _names_differ,
+    _opposites,
+    _persons_differ,
+    _asks_differ,
+    _roles_differ,
+    _voices_differ,
+    _one_adds,
+    _words_differ,
+)
+"""The most telling first; the first that finds something words the refusal."""

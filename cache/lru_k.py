@@ -47,16 +47,17 @@ class EvictionPolicy(Protocol):
 class _History:
     """Times of an item's last accesses, newest first, at most K; `number` breaks ties."""
 
-    __slots__ = ("number", "times")
+    __slots__ = ("number", "times", "weight")
 
-    def __init__(self, times: tuple[float, ...], number: int) -> None:
+    def __init__(self, times: tuple[float, ...], weight: float, number: int) -> None:
         self.times = times
+        self.weight = weight
         self.number = number
 
     def rank(self, k: int) -> tuple[float, float, int]:
-        """Lower leaves first: the K-th last access (never: -inf), then the last one."""
+        """Lower leaves first: the K-th last access (never: -inf), then the lighter one."""
         kth = self.times[k - 1] if len(self.times) == k else -math.inf
-        return kth, self.times[0], self.number
+        return kth, self.weight, self.number
 
 
 class LRUKCache(Cache[str, int]):
@@ -68,6 +69,10 @@ class LRUKCache(Cache[str, int]):
     "retained information", bounded by count instead of time): without it an item
     that returns would start from nothing, and LRU-K falls behind LRU.
 
+    Among those with too few accesses the one used last longest ago leaves first or, with a
+    `half_life`, the one whose accesses weigh least, each halved in that time (LRFU: Lee et
+    al. 2001). Weights are kept as the logarithm at time 0, so that none has to be decayed.
+
     Every operation is O(log n): one heap record an item, which may be older
     than the item's history. Ranks only rise, so a record that is still current when it
     reaches the top is the minimum.
@@ -76,6 +81,7 @@ class LRUKCache(Cache[str, int]):
         maxsize: bound of the sum of the values.
         k: accesses that count.
         ghosts: histories kept of evicted items, as a multiple of the items held.
+        half_life: in units of `timer`.
         timer: time of an access; None counts accesses. Must not run backwards.
         getsizeof: size of a value; None takes the value itself.
     """
@@ -86,6 +92,7 @@ class LRUKCache(Cache[str, int]):
         *,
         k: int = 2,
         ghosts: float = 4.0,
+        half_life: float | None = None,
         timer: Callable[[], float] | None = None,
         getsizeof: Callable[[int], float] | None = None,
     ) -> None:
@@ -93,13 +100,16 @@ class LRUKCache(Cache[str, int]):
             raise ValueError(f"k is {k}, the least is 1")
         if ghosts < 0:
             raise ValueError(f"ghosts is {ghosts}, the least is 0")
+        if half_life is not None and not half_life > 0:
+            raise ValueError(f"half_life is {half_life}, it must be positive")
         super().__init__(maxsize, getsizeof or (lambda value: value))
+        self._half_life = half_life
         self._k = k
         self._ghost_factor = ghosts
         self._timer: Callable[[], float] = timer or itertools.count().__next__
         self._numbers = itertools.count()
         self._histories: dict[str, _History] = {}
-        self._ghosts: OrderedDict[str, tuple[float, ...]] = OrderedDict()
+        self._ghosts: OrderedDict[str, _History] = OrderedDict()
         self._heap: list[tuple[tuple[float, float, int], str]] = []
 
     @property
@@ -117,9 +127,10 @@ class LRUKCache(Cache[str, int]):
         if key in self._histories:
             self._touch(key)
             return
-        past = self._ghosts.pop(key, ())
-        history = _History((self._timer(), *past)[: self._k], next(self._numbers))
+        history = self._ghosts.pop(key, None) or _History((), -math.inf, 0)
+        history.number = next(self._numbers)
         self._histories[key] = history
+        self._touch(key)
         heappush(self._heap, (history.rank(self._k), key))
 
     def __delitem__(self, key: str) -> None:
@@ -131,14 +142,28 @@ class LRUKCache(Cache[str, int]):
         """Evicts the victim and keeps its history as a ghost."""
         key = self._victim()
         value = Cache.__getitem__(self, key)
-        times = self._histories[key].times
-        self._ghosts[key] = times
+        self._ghosts[key] = self._histories[key]
         del self[key]
         return key, value
 
+    def inherit(self, key: str, ghost: str) -> None:
+        """Gives `key`, which is not held, the history of an evicted item that it stands for."""
+        if key in self._histories or ghost not in self._ghosts:
+            return
+        history, own = self._ghosts.pop(ghost), self._ghosts.pop(key, None)
+        if own is not None:
+            times = sorted((*history.times, *own.times), reverse=True)
+            history.times = tuple(times[: self._k])
+            history.weight = _sum(history.weight, own.weight)
+        self._ghosts[key] = history
+
     def _touch(self, key: str) -> None:
-        history = self._histories[key]
-        history.times = (self._timer(), *history.times)[: self._k]
+        now, history = self._timer(), self._histories[key]
+        history.times = (now, *history.times)[: self._k]
+        if self._half_life is None:
+            history.weight = now
+        else:
+            history.weight = _sum(history.weight, now / self._half_life)
 
     def _victim(self) -> str:
         while self._heap:
@@ -158,3 +183,9 @@ class LRUKCache(Cache[str, int]):
         if len(self._heap) > 2 * len(self._histories) + COMPACT_SLACK:
             self._heap = [(item.rank(self._k), key) for key, item in self._histories.items()]
             heapify(self._heap)
+
+
+def _sum(a: float, b: float) -> float:
+    """The logarithm (base 2) of the sum of two numbers of which the logarithms are given."""
+    less, more = min(a, b), max(a, b)
+    return more if less == -math.inf else more + math.log2(1 + 2.0 ** (less - more))

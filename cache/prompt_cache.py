@@ -1,4 +1,4 @@
-"""The prompt cache: exact look-up, semantic look-up, expiry and bounded memory, in one tier.
+"""The prompt cache: exact look-up, look-up by meaning, expiry and bounded memory over its tiers.
 
 Belongs to one thread. Never embeds, never waits, never reads the clock itself.
 A caller looks up exactly first, and semantically only when that found nothing.
@@ -6,119 +6,45 @@ A caller looks up exactly first, and semantically only when that found nothing.
 
 from __future__ import annotations
 
-import logging
+import random
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-import numpy as np
-
+from cache.aliases import AliasMap
 from cache.answer import StoredAnswer
-from cache.decision import refusal
-from cache.expiry import ExpiryQueue
-from cache.index import Vector, VectorIndex
+from cache.cold import ColdStore, ColdStoreError, MemoryColdStore
+from cache.config import CacheConfig
+from cache.decision import Decider, Verdict
+from cache.entries import ENTRY_OVERHEAD_BYTES, Entry, from_record
+from cache.equivalence import are_equivalent
+from cache.index import Vector
+from cache.inventory import Inventory
 from cache.key import PromptKey, truncated_key
-from cache.lru_k import EvictionPolicy, LRUKCache
+from cache.lookup import Lookup, check_unit
+from cache.lru_k import EvictionPolicy
+from cache.outcome import Hit, Miss
+from cache.probation import KnownMisses, MissBuckets
+from cache.quarantine import Quarantine
+from cache.stats import CacheStats, EntryFilter, EntryInfo, Explained, TenantStats
+from cache.tiers import Tiers
 
-logger = logging.getLogger(__name__)
-
-ENTRY_OVERHEAD_BYTES = 3072
-"""Book-keeping of one entry with its four ghosts, keys and index slot; measured: at most 2,700."""
-NORM_TOLERANCE = 1e-2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
-    """Bounds and thresholds.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    max_bytes: int = 256 * 2**20
-    max_entry_bytes: int = 2**20
-    ttl_s: float = 900.0
-    semantic_threshold: float = 0.95
-    num_candidates: int = 4
-    lru_k: int = 2
-    ghosts: float = 4.0
-
-    def __post_init__(self) -> None:
-        if self.max_bytes < 1:
-            raise ValueError(f"max_bytes is {self.max_bytes}, the least is 1")
-        if self.max_entry_bytes < 1:
-            raise ValueError(f"max_entry_bytes is {self.max_entry_bytes}, the least is 1")
-        if not 0 < self.ttl_s < float("inf"):
-            raise ValueError(f"ttl_s is {self.ttl_s}, it must be positive and finite")
-        if not 0 < self.semantic_threshold <= 1:
-            raise ValueError(f"semantic_threshold is {self.semantic_threshold}, not in (0, 1]")
-        if self.num_candidates < 1:
-            raise ValueError(f"num_candidates is {self.num_candidates}, the least is 1")
-        if self.lru_k < 1:
-            raise ValueError(f"lru_k is {self.lru_k}, the least is 1")
-        if not 0 <= self.ghosts < float("inf"):
-            raise ValueError(f"ghosts is {self.ghosts}, it must be finite and at least 0")
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A stored answer that the request may be given; `similarity` is 1.0 when exact."""
-
-    answer: StoredAnswer
-    outcome: Literal["exact", "semantic"]
-    tier: Literal["L2"]
-    similarity: float
-    age_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Miss:
-    """Nothing may be given; `similarity` and `reason` tell of the best candidate.
-
-    The reason may quote the words in which two prompts of one partition differ.
-    """
-
-    similarity: float | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheStats:
-    """Counts since the start, and what is held now.
-
-    `misses` counts questions, not calls: an exact look-up that finds nothing
-    counts only when its key allows no semantic one. `errors` counts failures of
-    any look-up or store, apart from misses. `refused_stores` were too large.
-    """
-
-    exact_hits: int = 0
-    semantic_hits: int = 0
-    misses: int = 0
-    stores: int = 0
-    refused_stores: int = 0
-    evictions: int = 0
-    expirations: int = 0
-    errors: int = 0
-    entries: int = 0
-    bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    key: PromptKey
-    answer: StoredAnswer
-    created: float
-    is_indexed: bool
+__all__ = ["ENTRY_OVERHEAD_BYTES", "CacheConfig", "CacheStats", "Hit", "Miss", "PromptCache"]
 
 
 class PromptCache:
     """Stored answers by question.
 
     Args:
-        clock: seconds, never backwards.
-        policy: makes the policy that picks who leaves when that many bytes are held;
-            None is LRU-K with ghosts.
+        clock: seconds, never backwards. Records of a store that outlives the process need
+            one that goes on between processes.
+        policy: makes the policy that picks who leaves the warm tier when that many bytes
+            are held; None is the one that the config names.
+        store: of the cold tier; None is one in memory.
+        decider: decides on the semantic path; None lets the same wording pass only.
+        rng: jitters what is remembered of misses.
     """
 
     def __init__(
@@ -127,66 +53,104 @@ class PromptCache:
         *,
         clock: Callable[[], float],
         policy: Callable[[int], EvictionPolicy] | None = None,
+        store: ColdStore | None = None,
+        decider: Decider | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._config = config
         self._clock = clock
-        self._policy = (
-            LRUKCache(config.max_bytes, k=config.lru_k, ghosts=config.ghosts)
-            if policy is None
-            else policy(config.max_bytes)
-        )
-        self._entries: dict[str, _Entry] = {}
-        self._expiry = ExpiryQueue()
-        self._index = VectorIndex()
+        self._decider = decider
         self._counts: Counter[str] = Counter()
+        self._aliases = AliasMap(config.max_alias_bytes)
+        self._known_misses = KnownMisses(clock, rng or random.Random())
+        self._buckets = MissBuckets(config.miss_rate_per_s, config.miss_burst)
+        self._quarantine = Quarantine(config.quarantine_similarity, config.quarantine_s)
+        self._tiers = Tiers(
+            config,
+            are_equivalent=partial(are_equivalent, config=config),
+            aliases=self._aliases,
+            counts=self._counts,
+            policy=policy,
+            store=MemoryColdStore() if store is None else store,
+            now=clock(),
+        )
+        self._inventory = Inventory(self._tiers, self._aliases)
+        self._lookup = Lookup(
+            config,
+            self._tiers,
+            aliases=self._aliases,
+            quarantine=self._quarantine,
+            decider=decider,
+            counts=self._counts,
+        )
 
     def lookup_exact(self, key: PromptKey) -> Hit | None:
-        """The answer stored for this very question, or None."""
+        """The answer stored for this very question, or for a paraphrase it is known to be."""
         now = self._expire()
-        for exact in (key.exact, truncated_key(key).exact):
-            entry = self._entries.get(exact)
-            if (
-                entry is not None
-                and self._refusal(entry, key, now, None) is None
-                and self._is_intact(entry)
-            ):
-                return self._hit(entry, "exact", 1.0, now)
-        if not key.allow_semantic:
+        hit = self._lookup.exact(key, now) or self._lookup.by_alias(key, now)
+        if hit is None and not key.allow_semantic:
             self._counts["misses"] += 1
-        return None
+        return hit
+
+    def known_miss(self, key: PromptKey) -> Miss | None:
+        """A miss of a moment ago that would be one again: no need to embed the question.
+
+        Counts as the look-up that it stands for.
+        """
+        self._expire()
+        miss = self._known_misses.get(key.partition, key.exact)
+        if miss is not None:
+            self._counts["misses"] += 1
+        return miss
 
     def lookup_semantic(self, key: PromptKey, embedding: Vector | None) -> Hit | Miss:
-        """The answer of the nearest question in the partition that the guards let pass.
+        """The answer of a near question in the partition that the decision lets pass.
 
         `embedding`: (D,) float32, unit norm; None when the text does not fit the
         embedder. An unusable embedding is a miss and counts as an error.
         """
         now = self._expire()
-        found = self._nearest(key, embedding, now)
+        found = self._lookup.nearest(key, embedding, now)
         if isinstance(found, Miss):
             self._counts["misses"] += 1
+            self._remember(key, embedding, found)
         return found
 
-    def store(self, key: PromptKey, answer: StoredAnswer, embedding: Vector | None) -> bool:
-        """Keeps `answer` for `key`, in place of an equal key's; False when it is too large.
+    def store(
+        self,
+        key: PromptKey,
+        answer: StoredAnswer,
+        embedding: Vector | None,
+        *,
+        model: str = "",
+        tags: tuple[str, ...] = (),
+    ) -> bool:
+        """Keeps `answer` for `key`, in place of an equal key's; False when it is not kept.
 
-        Only answers that ended by themselves, or at the limit (`is_truncated`), may be
+        That is when it is too large, or one too many new answers of its tenant. Only
+        answers that ended by themselves, or at the limit (`is_truncated`), may be
         stored. Without a usable `embedding`, or truncated, the entry is found exactly
         only; an unusable one counts as an error.
         """
+        now = self._expire()
         if answer.is_truncated:
             key, embedding = truncated_key(key), None
-        is_kept = self._put(key, answer, embedding, created=self._expire())
+        is_kept = self._buckets.take(key.tenant, now) and self._put(
+            Entry(key, answer, now, embedding, model, tags), now
+        )
+        if not is_kept:
+            # A newer answer was given: the one before must not be given any more.
+            self._tiers.remove(key.exact)
         self._counts["stores" if is_kept else "refused_stores"] += 1
         return is_kept
 
     def add_embedding(self, key: PromptKey, answer: StoredAnswer, embedding: Vector) -> bool:
         """Makes a stored answer findable by meaning; False when it is not held any more."""
-        self._expire()
-        entry = self._entries.get(key.exact)
-        if entry is None or entry.answer is not answer:
+        now = self._expire()
+        found = self._tiers.get(key.exact)
+        if found is None or found[0].answer is not answer:
             return False
-        return self._put(key, answer, embedding, created=entry.created)
+        return self._put(replace(found[0], vector=embedding), now)
 
     def evict_expired(self) -> int:
         """Frees what has expired and returns how many; every look-up and store does so too."""
@@ -196,145 +160,140 @@ class PromptCache:
 
     def clear(self, *, tenant: str | None = None, partition: str | None = None) -> int:
         """Removes the entries of a tenant, of a partition, or all; returns how many."""
-        doomed = [
-            exact
-            for exact, entry in self._entries.items()
-            if tenant in (None, entry.key.tenant) and partition in (None, entry.key.partition)
+        return self.delete(EntryFilter(tenant=tenant, partition=partition))
+
+    def find(self, which: EntryFilter) -> list[EntryInfo]:
+        """The entries that are meant, without their answers."""
+        return self._inventory.find(which, self._expire())
+
+    def delete(self, which: EntryFilter) -> int:
+        """Removes the entries that are meant, and returns how many."""
+        return self._inventory.delete(which, self._expire())
+
+    def explain(self, key: PromptKey, embedding: Vector | None) -> list[Explained]:
+        """Every candidate for a question with what speaks against it; changes nothing.
+
+        Raises:
+            ValueError: `embedding` is not usable.
+        """
+        return self._lookup.explain(key, embedding, self._expire())
+
+    def feedback(self, entry_id: str, *, was_right: bool, verdict: Verdict | None = None) -> bool:
+        """Takes note of whether an answer was right; False when the entry is not held any more.
+
+        A wrong one is quarantined. `verdict` is that of the hit, for the error budget.
+        """
+        if verdict is not None and self._decider is not None:
+            self._decider.record(verdict, was_right=was_right)
+        is_held = bool(self._inventory.entries(EntryFilter(id=entry_id), self._expire()))
+        if is_held and not was_right:
+            self.quarantine(entry_id)
+        return is_held
+
+    def quarantine(self, entry_id: str) -> int:
+        """Removes an entry that was proven wrong, and closes its neighbourhood for a while.
+
+        Near entries stay, for equal questions only. Returns how many were concerned.
+        """
+        now = self._expire()
+        concerned = set()
+        for wrong in self._inventory.entries(EntryFilter(id=entry_id), now):
+            concerned.add(wrong.key.exact)
+            self._tiers.remove(wrong.key.exact)
+            if wrong.vector is not None:
+                partition = wrong.key.partition
+                self._quarantine.add(partition, wrong.key.exact, wrong.vector, now)
+                for entry in self._inventory.entries(EntryFilter(partition=partition), now):
+                    if entry.vector is not None and self._quarantine.covers(
+                        partition, entry.vector
+                    ):
+                        concerned.add(entry.key.exact)
+                        self._tiers.unindex(entry.key.exact)
+        self._aliases.remove_targets(concerned)
+        self._counts["quarantined"] += len(concerned)
+        return len(concerned)
+
+    def export(self, which: EntryFilter | None = None) -> Iterator[dict[str, Any]]:
+        """Entries as records of plain values; what changes meanwhile may be in or not."""
+        keys = [
+            entry.key for entry in self._inventory.entries(which or EntryFilter(), self._expire())
         ]
-        for exact in doomed:
-            self._remove(exact)
-        return len(doomed)
+        for key in keys:
+            try:
+                record = self._inventory.record(key.exact, self._expire())
+            except (ColdStoreError, ValueError) as exc:
+                self._lookup.note_fault(exc)
+                continue
+            if record is not None:
+                yield record
+
+    def import_records(self, records: Iterable[dict[str, Any]]) -> int:
+        """Takes exported records in, with the ages they had; returns how many were kept.
+
+        A record too old or too large is left out, as is one that is older than what is held.
+
+        Raises:
+            ValueError: a record is damaged; those before it are kept.
+        """
+        num_kept = 0
+        for record in records:
+            now = self._expire()
+            entry = from_record(record, now)
+            held = self._tiers.get(entry.key.exact)
+            is_news = held is None or held[0].created < entry.created
+            if is_news and now - entry.created < self._config.life_s and self._put(entry, now):
+                num_kept += 1
+        return num_kept
 
     def count_error(self) -> None:
         """Counts a failure outside, such as of the embedder, or a time-out."""
         self._counts["errors"] += 1
 
     def stats(self) -> CacheStats:
+        warm, cold = self._tiers.warm, self._tiers.cold
         return CacheStats(
-            **self._counts, entries=len(self._entries), bytes=int(self._policy.currsize)
+            **self._counts,
+            entries=len(warm),
+            bytes=warm.bytes,
+            cold_entries=0 if cold is None else len(cold),
+            cold_bytes=0 if cold is None else cold.bytes,
+            aliases=len(self._aliases),
+            alias_bytes=self._aliases.bytes,
         )
 
-    def _put(
-        self, key: PromptKey, answer: StoredAnswer, embedding: Vector | None, *, created: float
-    ) -> bool:
-        if key.exact in self._entries:
-            self._remove(key.exact)
-        size = _entry_bytes(key, answer, embedding)
-        if size > min(self._config.max_entry_bytes, self._config.max_bytes):
-            return False
-        while self._policy.currsize + size > self._config.max_bytes:
-            victim, _ = self._policy.popitem()
-            self._counts["evictions"] += 1
-            self._forget(victim)
-        is_indexed = self._add_to_index(key, embedding)
-        self._policy[key.exact] = size
-        self._entries[key.exact] = _Entry(key, answer, created, is_indexed)
-        self._expiry.add(key.exact, created + self._config.ttl_s)
-        return True
+    def tenant_stats(self) -> list[TenantStats]:
+        """What each tenant holds in each tier."""
+        return self._inventory.tenant_stats()
 
-    def _nearest(self, key: PromptKey, embedding: Vector | None, now: float) -> Hit | Miss:
+    def _put(self, entry: Entry, now: float) -> bool:
+        key = entry.key
+        equivalent: Entry | None = None
         if not key.allow_semantic:
-            return Miss(None, "semantic matching is off")
-        if embedding is None:
-            return Miss(None, "prompt too long to embed")
-        try:
-            _check_unit(embedding)
-            candidates = self._index.search(
-                key.partition, embedding, top=self._config.num_candidates
+            entry.vector = None
+        if entry.vector is not None:
+            try:
+                check_unit(entry.vector)
+                if self._quarantine.covers(key.partition, entry.vector):
+                    entry.vector = None
+                else:
+                    equivalent = self._lookup.equivalent(entry, entry.vector)
+            except ValueError as exc:
+                self._lookup.note_fault(exc)
+                entry.vector = None
+        self._aliases.remove(key.exact)
+        self._known_misses.forget(key.partition)
+        return self._tiers.put(entry, now, equivalent=equivalent)
+
+    def _remember(self, key: PromptKey, embedding: Vector | None, miss: Miss) -> None:
+        """Keeps a miss in mind that only a new entry would change."""
+        is_decided = miss.verdict is not None and miss.verdict.action == "refuse"
+        if embedding is not None and is_decided:
+            self._known_misses.add(
+                key.partition, key.exact, Miss(miss.similarity, miss.reason, id=miss.id)
             )
-        except ValueError as exc:
-            self._failed(exc)
-            return Miss(None, f"unusable embedding: {exc}")
-        reason = "no candidate"
-        for rank, (exact, similarity) in enumerate(candidates):
-            entry = self._entries[exact]
-            refused = self._refusal(entry, key, now, similarity)
-            if refused is None and self._is_intact(entry):
-                # Rounding may lift the product of equal vectors above 1.
-                return self._hit(entry, "semantic", min(similarity, 1.0), now)
-            if rank == 0:
-                reason = refused or "stored answer was damaged"
-        return Miss(min(candidates[0][1], 1.0) if candidates else None, reason)
-
-    def _is_intact(self, entry: _Entry) -> bool:
-        """Whether the answer may be given out; a damaged one is removed and counts as an error."""
-        if entry.answer.is_intact:
-            return True
-        logger.error("a stored answer of %d bytes was damaged", entry.answer.size_bytes)
-        self._counts["errors"] += 1
-        self._remove(entry.key.exact)
-        return False
-
-    def _refusal(
-        self, entry: _Entry, key: PromptKey, now: float, similarity: float | None
-    ) -> str | None:
-        return refusal(
-            entry.key,
-            entry.answer,
-            key,
-            age_s=now - entry.created,
-            ttl_s=self._config.ttl_s,
-            similarity=similarity,
-            threshold=self._config.semantic_threshold,
-        )
-
-    def _hit(
-        self, entry: _Entry, outcome: Literal["exact", "semantic"], similarity: float, now: float
-    ) -> Hit:
-        self._counts[f"{outcome}_hits"] += 1
-        # Reading is what the policy counts as an access.
-        self._policy[entry.key.exact]
-        return Hit(entry.answer, outcome, "L2", similarity, now - entry.created)
-
-    def _add_to_index(self, key: PromptKey, embedding: Vector | None) -> bool:
-        if embedding is None or not key.allow_semantic:
-            return False
-        try:
-            _check_unit(embedding)
-            self._index.add(key.partition, key.exact, embedding)
-        except ValueError as exc:
-            self._failed(exc)
-            return False
-        return True
-
-    def _failed(self, exc: ValueError) -> None:
-        logger.warning("embedding refused: %s", exc)
-        self._counts["errors"] += 1
 
     def _expire(self) -> float:
         now = self._clock()
-        for exact in self._expiry.take_due(now):
-            self._counts["expirations"] += 1
-            del self._policy[exact]
-            self._drop(exact)
+        self._quarantine.expire(now)
+        self._tiers.expire(now)
         return now
-
-    def _remove(self, exact: str) -> None:
-        del self._policy[exact]
-        self._forget(exact)
-
-    def _forget(self, exact: str) -> None:
-        self._expiry.remove(exact)
-        self._drop(exact)
-
-    def _drop(self, exact: str) -> None:
-        entry = self._entries.pop(exact)
-        if entry.is_indexed:
-            self._index.remove(entry.key.partition, exact)
-
-
-def _entry_bytes(key: PromptKey, answer: StoredAnswer, embedding: Vector | None) -> int:
-    vector_bytes = 0 if embedding is None else embedding.nbytes
-    # Four bytes a character is the widest Python stores a string.
-    return ENTRY_OVERHEAD_BYTES + 4 * len(key.text) + vector_bytes + answer.size_bytes
-
-
-def _check_unit(embedding: Vector) -> None:
-    if embedding.ndim != 1 or embedding.dtype != np.float32:
-        raise ValueError(
-            f"embedding is {embedding.dtype} of shape {embedding.shape}, not float32 (D,)"
-        )
-    norm = float(np.sqrt(embedding @ embedding))
-    # Written so that NaN is refused.
-    if not abs(norm - 1.0) <= NORM_TOLERANCE:
-        raise ValueError(f"embedding has norm {norm:.4g}, not 1")

@@ -58,15 +58,15 @@ class Wording:
     has_case: bool
 
 
-def read(prompt: str) -> Wording:
-    """The wording of a prompt."""
+def read(prompt: str, *, is_english: bool | None = None) -> Wording:
+    """The wording of a prompt; `is_english` None looks for English words in it."""
     prompt = prompt.strip()
     terms = _split(prompt)
     if len(prompt.splitlines()) > 1:
         return _literal(terms)
     words = [term.shown for term in terms if term.kind == "word"]
     has_case = _has_case(words)
-    if not _is_english(words):
+    if not (_is_english(words) if is_english is None else is_english):
         terms, is_question = _without_end_marks(terms, is_question=False)
         terms = _without_foreign_politeness(terms)
         if any(term.text in STRICT_MARKS for term in terms):

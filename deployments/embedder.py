@@ -1,15 +1,14 @@
-"""Texts to vectors, with sentence-transformers, on one pinned thread; and the way to that thread."""
+"""Texts to vectors: what an embedder is, which one is taken, and what is remembered of it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from cachetools import LRUCache
@@ -22,52 +21,45 @@ EmbedText = Callable[[str], Coroutine[Any, Any, Vector | None]]
 
 MAX_TOKEN_CHARS = 32
 """A text with more characters a token than this counts as too long, without being tokenised."""
+VECTOR_OVERHEAD_BYTES = 512
+"""Of a remembered vector: its array, key and place in the order of use."""
 
 
-class Embedder:
-    """Embeds batches of texts.
-
-    Blocks: call it from a worker thread. One thread computes, because two
-    under load were measured 25 times slower than one (OpenMP threads spin while
-    a neighbour holds their core).
-    """
-
-    def __init__(self, folder: Path, *, device: str = "cpu") -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        import torch
-        from sentence_transformers import SentenceTransformer
-
-        torch.set_num_threads(1)
-        self._model = SentenceTransformer(
-            str(folder), device=device, local_files_only=True, trust_remote_code=False
-        )
-        self._max_tokens = int(self._model.max_seq_length or 256)
+class Embedder(Protocol):
+    """Embeds batches of texts. Blocks: call it from one worker thread."""
 
     def embed(self, texts: list[str]) -> list[Vector | None]:
         """A unit-norm float32 vector of shape (D,) per text; None for one longer than the window.
 
         Past the window texts with opposite ends would get the same vector.
         """
-        fitting = [i for i, text in enumerate(texts) if self._fits(text)]
-        vectors: list[Vector | None] = [None] * len(texts)
-        if not fitting:
-            return vectors
-        rows = self._model.encode(
-            [texts[i] for i in fitting],
-            convert_to_numpy=True,
-            normalize_embeddings=True,
-            show_progress_bar=False,
-            batch_size=32,
-        )
-        for i, row in zip(fitting, rows, strict=True):
-            vectors[i] = np.ascontiguousarray(row, dtype=np.float32)
-        return vectors
+        ...
 
-    def _fits(self, text: str) -> bool:
-        # Tokenising a megabyte would hold up everyone else's look-up.
-        if len(text) > MAX_TOKEN_CHARS * self._max_tokens:
-            return False
-        return len(self._model.tokenizer.encode(text)) <= self._max_tokens
+
+def load_embedder(folder: Path) -> Embedder:
+    """The embedder of a prepared model: on OpenVINO where it can be, on torch otherwise."""
+    try:
+        from deployments.embedder_openvino import OpenVINOEmbedder, UnsupportedModel
+    except ImportError as exc:
+        logger.warning("openvino is not there (%s): the embedder runs on torch, slower", exc)
+    else:
+        try:
+            return OpenVINOEmbedder(folder)
+        except UnsupportedModel as exc:
+            logger.info("the embedder runs on torch: %s", exc)
+        except Exception:
+            logger.exception("openvino does not take the embedder: it runs on torch, slower")
+    from deployments.embedder_torch import TorchEmbedder
+
+    return TorchEmbedder(folder)
+
+
+def is_hopelessly_long(text: str, max_tokens: int) -> bool:
+    """Whether a text is too long for the window whatever its tokens are.
+
+    Tokenising a megabyte would hold up everyone else's look-up.
+    """
+    return len(text) > MAX_TOKEN_CHARS * max_tokens
 
 
 class EmbedderBusy(Exception):
@@ -91,6 +83,7 @@ class Embeddings:
     Args:
         embed: may raise or be slow.
         max_running: texts that may wait for the embedder.
+        max_bytes: of the vectors that are remembered.
         stuck_s: an embedding that takes longer shows that the embedder is stuck.
     """
 
@@ -99,6 +92,7 @@ class Embeddings:
         embed: EmbedText,
         *,
         max_running: int = 256,
+        max_bytes: int = 4 << 20,
         stuck_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -107,9 +101,11 @@ class Embeddings:
         self._stuck_s = stuck_s
         self._clock = clock
         self._is_slow = False
-        # By digest, because a prompt may be a megabyte long. In the order of their starts.
+        # By digest of partition and text, because a prompt may be a megabyte long, and
+        # because how quickly a vector comes must not tell what another tenant asked.
+        # In the order of their starts.
         self._running: dict[str, _Running] = {}
-        self._known: LRUCache[str, Vector] = LRUCache(maxsize=1024)
+        self._known: LRUCache[str, Vector] = LRUCache(max_bytes, getsizeof=_size_bytes)
 
     def known(self, digest: str) -> Vector | None:
         """The vector of a text that was embedded lately."""
@@ -144,9 +140,13 @@ class Embeddings:
         finally:
             running = self._running.pop(digest)
             self._is_slow = self._clock() - running.started_s > self._stuck_s
-        if vector is not None:
+        if vector is not None and _size_bytes(vector) <= self._known.maxsize:
             self._known[digest] = vector
         return vector
+
+
+def _size_bytes(vector: Vector) -> int:
+    return vector.nbytes + VECTOR_OVERHEAD_BYTES
 
 
 def _look_at(task: asyncio.Task[Vector | None]) -> None:

@@ -1,0 +1,252 @@
+"""The path of a look-up, on tiers: exact key, known paraphrase, meaning; and its one decision."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Literal
+
+import numpy as np
+
+from cache.aliases import AliasMap
+from cache.answer import StoredAnswer
+from cache.cold import ColdStoreError
+from cache.config import CacheConfig
+from cache.decision import Candidate, Decider, Verdict
+from cache.entries import Entry
+from cache.equivalence import are_equivalent, refusal_of
+from cache.index import Vector
+from cache.key import PromptKey, truncated_key
+from cache.outcome import Hit, Miss
+from cache.quarantine import Quarantine
+from cache.stats import Explained, Tier
+from cache.tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+NORM_TOLERANCE = 1e-2
+
+Found = tuple[Entry, Tier, float]
+"""A candidate, where it is held, and how near it is."""
+
+
+class Lookup:
+    """Finds candidates and puts them to the decision.
+
+    Args:
+        decider: decides on the semantic path; None lets the same wording pass only.
+        counts: raised by hits and faults.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        tiers: Tiers,
+        *,
+        aliases: AliasMap,
+        quarantine: Quarantine,
+        decider: Decider | None,
+        counts: Counter[str],
+    ) -> None:
+        self._config = config
+        self._tiers = tiers
+        self._aliases = aliases
+        self._quarantine = quarantine
+        self._decider = decider
+        self._counts = counts
+
+    def exact(self, key: PromptKey, now: float) -> Hit | None:
+        """The answer stored for this very question, whole or cut at this very limit."""
+        return self._at(key.exact, key, now) or self._at(truncated_key(key).exact, key, now)
+
+    def nearest(self, key: PromptKey, embedding: Vector | None, now: float) -> Hit | Miss:
+        """The answer of a near question that the decision lets pass."""
+        if not key.allow_semantic:
+            return Miss(None, "semantic matching is off")
+        if embedding is None:
+            return Miss(None, "prompt too long to embed")
+        try:
+            check_unit(embedding)
+            if self._quarantine.covers(key.partition, embedding):
+                return Miss(None, "near an answer that was wrong")
+            found = self._search(key, embedding)
+        except ValueError as exc:
+            self.note_fault(exc)
+            return Miss(None, f"unusable embedding: {exc}")
+        return self._decide(key, embedding, found, now)
+
+    def by_alias(self, key: PromptKey, now: float) -> Hit | None:
+        """The answer of the question that this one was found to paraphrase, decided anew."""
+        alias = self._aliases.get(key.exact)
+        if alias is None or not key.allow_semantic:
+            return None
+        found = self._tiers.get(alias.target)
+        vector = None if found is None else found[0].vector
+        if (
+            found is not None
+            and vector is not None
+            and vector.shape == alias.vector.shape
+            and not self._quarantine.covers(key.partition, alias.vector)
+        ):
+            similarity = float(vector @ alias.vector)
+            decided = self._decide(key, alias.vector, [(*found, similarity)], now)
+            if isinstance(decided, Hit):
+                self._counts["alias_hits"] += 1
+                return decided
+        self._aliases.remove(key.exact)
+        return None
+
+    def explain(self, key: PromptKey, embedding: Vector | None, now: float) -> list[Explained]:
+        """Every candidate with what speaks against it; changes nothing.
+
+        Raises:
+            ValueError: `embedding` is not usable.
+        """
+        found: list[tuple[Entry, Tier, float | None]] = []
+        for exact in (key.exact, truncated_key(key).exact):
+            if (held := self._tiers.get(exact)) is not None:
+                found.append((*held, None))
+        if embedding is not None:
+            check_unit(embedding)
+            found += self._search(key, embedding)
+        return [
+            Explained(
+                entry.id,
+                tier,
+                entry.key.text,
+                None if similarity is None else min(similarity, 1.0),
+                refusal_of(entry, key, now, similarity, self._config),
+                now - entry.created,
+            )
+            for entry, tier, similarity in found
+        ]
+
+    def _at(self, exact: str, key: PromptKey, now: float) -> Hit | None:
+        found = self._tiers.get(exact)
+        if found is None or refusal_of(found[0], key, now, None, self._config) is not None:
+            return None
+        return self._give(*found, now, "exact", 1.0)
+
+    def _search(self, key: PromptKey, embedding: Vector) -> list[Found]:
+        return self._tiers.search(key.partition, embedding, self._config.num_candidates)
+
+    def _decide(
+        self,
+        key: PromptKey,
+        embedding: Vector,
+        found: list[Found],
+        now: float,
+    ) -> Hit | Miss:
+        """Puts the candidates to the decision, again without one whose answer is damaged."""
+        verdict = self._verdict(key, embedding, found, now)
+        similarity = None if verdict.similarity is None else min(verdict.similarity, 1.0)
+        if verdict.choice is None:
+            return Miss(similarity, verdict.reason, verdict)
+        entry, tier, near = found[verdict.choice]
+        if verdict.action != "serve":
+            answer = self._answer(entry, tier) if verdict.is_checked else None
+            return Miss(similarity, verdict.reason, verdict, answer, entry.id)
+        # Rounding may lift the product of equal vectors above 1.
+        hit = self._give(entry, tier, now, "semantic", min(near, 1.0), verdict)
+        if hit is None:
+            rest = [item for item in found if item[0] is not entry]
+            if not rest:
+                return Miss(similarity, "stored answer was damaged")
+            return self._decide(key, embedding, rest, now)
+        self._aliases.add(key.exact, entry.key.exact, embedding)
+        return hit
+
+    def _verdict(
+        self,
+        key: PromptKey,
+        embedding: Vector,
+        found: list[Found],
+        now: float,
+    ) -> Verdict:
+        """The one place where the semantic path is decided."""
+        if self._decider is not None:
+            candidates = [
+                Candidate(entry.key, entry.answer, now - entry.created, near, entry.vector)
+                for entry, _, near in found
+                if entry.vector is not None
+            ]
+            return self._decider.choose(
+                key, embedding, candidates, ttl_s=self._config.life_s, category=key.tenant
+            )
+        reason = "no candidate"
+        for place, (entry, _, near) in enumerate(found):
+            refused = refusal_of(entry, key, now, near, self._config)
+            if refused is None:
+                return Verdict(action="serve", reason="", choice=place, similarity=near)
+            if place == 0:
+                reason = refused
+        nearest = found[0][2] if found else None
+        return Verdict(action="refuse", reason=reason, similarity=nearest)
+
+    def _give(
+        self,
+        entry: Entry,
+        tier: Tier,
+        now: float,
+        outcome: Literal["exact", "semantic"],
+        similarity: float,
+        verdict: Verdict | None = None,
+    ) -> Hit | None:
+        """The hit; None when the answer turns out to be damaged or out of reach."""
+        if tier == "L2" and not entry.answer.is_intact:
+            # A damaged answer must not come back from the other tier either.
+            self._tiers.remove(entry.key.exact)
+            self.note_fault(f"a stored answer of {entry.answer.size_bytes} bytes was damaged")
+            return None
+        before = entry.last_hit
+        try:
+            entry = self._tiers.use(entry, tier, now)
+        except (ColdStoreError, ValueError) as exc:
+            self.note_fault(exc)
+            return None
+        promote = before is not None and now - before <= self._config.promote_window_s
+        self._counts[f"{outcome}_hits"] += 1
+        if promote:
+            self._counts["promotions"] += 1
+        if tier == "L3":
+            self._counts["cold_hits"] += 1
+        age_s = now - entry.created
+        return Hit(entry.answer, outcome, tier, similarity, age_s, entry.id, promote, verdict)
+
+    def _answer(self, entry: Entry, tier: Tier) -> StoredAnswer | None:
+        """The answer to compare a new one with, if it is within reach."""
+        try:
+            answer = self._tiers.whole(entry, tier).answer
+        except (ColdStoreError, ValueError) as exc:
+            self.note_fault(exc)
+            return None
+        return answer if answer.is_intact else None
+
+    def equivalent(self, entry: Entry, vector: Vector) -> Entry | None:
+        """A held entry that may answer for a new one."""
+        near = self._tiers.warm.search(entry.key.partition, vector, self._config.num_candidates)
+        for other, similarity in near:
+            if other.key != entry.key and are_equivalent(other, entry, similarity, self._config):
+                return other
+        return None
+
+    def note_fault(self, fault: Exception | str) -> None:
+        """Counts what went wrong inside; to the caller it is as if nothing were held."""
+        logger.warning("cache fault, taken as a miss: %s", fault)
+        self._counts["errors"] += 1
+
+
+def check_unit(embedding: Vector) -> None:
+    """Passes what can be searched for.
+
+    Raises:
+        ValueError: `embedding` is not float32 of shape (D,) with norm 1.
+    """
+    if embedding.ndim != 1 or embedding.dtype != np.float32:
+        raise ValueError(
+            f"embedding is {embedding.dtype} of shape {embedding.shape}, not float32 (D,)"
+        )
+    norm = float(np.sqrt(embedding @ embedding))
+    # Written so that NaN is refused.
+    if not abs(norm - 1.0) <= NORM_TOLERANCE:
+        raise ValueError(f"embedding has norm {norm:.4g}, not 1")
