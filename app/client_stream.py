@@ -28,7 +28,7 @@ MAX_ACK_STEP = 48
 """Less than the 64 tokens of credit that a server with a full input buffer gives."""
 SAID_AGAIN = ("return_token_ids", "boundary", "anchor", "window")
 """What a RESUME has to tell of the request."""
-STALLED_S = 1.0
+STALLED_S = 0.25
 """After so long without a chunk what was read is acknowledged, be it less than a step."""
 PIECE_CHARS = 4096
 """Longer pieces are cut, so that one is a small part of the server's buffer."""

@@ -44,6 +44,7 @@ class Exchange(Response):
         name: the `x-request-id`.
         heartbeat_s: longest silence on an event stream. It is also how long the status
             waits for a first token, so that an early failure still gets its own.
+        unread_timeout_s: a client that takes nothing for so long is given up.
         live: holds the exchange for as long as it runs.
         record: counts it.
     """
@@ -56,6 +57,7 @@ class Exchange(Response):
         *,
         name: str,
         heartbeat_s: float,
+        unread_timeout_s: float,
         live: set[Exchange],
         record: RequestRecord,
         clock: Callable[[], float] = time.monotonic,
@@ -68,6 +70,7 @@ class Exchange(Response):
         self._writer = writer
         self._name = name
         self._heartbeat_s = heartbeat_s
+        self._unread_timeout_s = unread_timeout_s
         self._clock = clock
         self._slots: list[Stream | None] = [None] * len(plan.requests)
         self._is_over = False
@@ -81,7 +84,7 @@ class Exchange(Response):
         started_s = self._clock()
         end = "cancelled"
         self._live.add(self)
-        answer = asyncio.create_task(self._answer(_guarded(send)))
+        answer = asyncio.create_task(self._answer(_guarded(send, self._unread_timeout_s)))
         departure = asyncio.create_task(_departure(receive))
         try:
             await asyncio.wait((answer, departure), return_when=asyncio.FIRST_COMPLETED)
@@ -222,6 +225,8 @@ class Exchange(Response):
     def _start(self, streams: Sequence[Stream], headers: dict[str, str]) -> Message:
         headers["x-request-id"] = self._name
         headers["x-seedance-cache"] = cache_header([stream.cache for stream in streams])
+        if len(streams) == 1 and streams[0].cache.id is not None:
+            headers["x-seedance-cache-id"] = streams[0].cache.id
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         return {"type": "http.response.start", "status": 200, "headers": raw}
 
@@ -299,13 +304,17 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
     return True
 
 
-def _guarded(send: Send) -> Send:
-    """`send` that tells a broken connection apart from every other failure."""
+def _guarded(send: Send, unread_timeout_s: float) -> Send:
+    """`send` that tells a broken connection apart from every other failure.
+
+    A client that takes nothing for `unread_timeout_s` counts as gone.
+    """
 
     async def guarded(message: Message) -> None:
         try:
-            await send(message)
-        except OSError as exc:
+            async with asyncio.timeout(unread_timeout_s):
+                await send(message)
+        except OSError as exc:  # a time-out is one, too
             raise _ClientLeft from exc
 
     return guarded

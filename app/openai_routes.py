@@ -48,6 +48,7 @@ def build_router(
     *,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     heartbeat_s: float = 15.0,
+    unread_timeout_s: float = 30.0,
     exchanges: set[Exchange] | None = None,
     outcomes: RequestOutcomes | None = None,
     clock: Callable[[], float] = time.time,
@@ -59,6 +60,7 @@ def build_router(
         opener: the graph, or what gives it once it is there.
         tenant_of: tells who asks; raises `Unauthorized`.
         heartbeat_s: longest silence on an event stream.
+        unread_timeout_s: a client that takes nothing for so long is given up.
         exchanges: holds those that run now.
         outcomes: counts them.
     """
@@ -67,6 +69,7 @@ def build_router(
         tenant_of,
         max_body_bytes=max_body_bytes,
         heartbeat_s=heartbeat_s,
+        unread_timeout_s=unread_timeout_s,
         exchanges=set() if exchanges is None else exchanges,
         outcomes=outcomes or RequestOutcomes(),
         clock=clock,
@@ -98,6 +101,7 @@ class OpenAIApi:
         *,
         max_body_bytes: int,
         heartbeat_s: float,
+        unread_timeout_s: float,
         exchanges: set[Exchange],
         outcomes: RequestOutcomes,
         clock: Callable[[], float],
@@ -107,6 +111,7 @@ class OpenAIApi:
         self._tenant_of = tenant_of
         self._max_body_bytes = max_body_bytes
         self._heartbeat_s = heartbeat_s
+        self._unread_timeout_s = unread_timeout_s
         self._exchanges = exchanges
         self._outcomes = outcomes
         self._clock = clock
@@ -182,6 +187,7 @@ class OpenAIApi:
             writer,
             name=name_request(request),
             heartbeat_s=self._heartbeat_s,
+            unread_timeout_s=self._unread_timeout_s,
             live=self._exchanges,
             record=record,
         )

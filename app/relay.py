@@ -17,6 +17,9 @@ BURST = 64
 """Chunks of one stream before another has its turn."""
 ANCHOR_TOKENS = 32
 """An ANCHOR follows each chunk that reaches or passes a multiple of so many tokens."""
+MAX_LAG_TOKENS = 512
+"""What is computed and not sent: beyond that a stream rests, and its place is another's."""
+GO_ON_LAG_TOKENS = 128
 HOLD_S = 0.25
 """Text that ends inside a grapheme cluster is held back for no longer."""
 
@@ -63,6 +66,7 @@ class Relay:
         self._held_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_waiting = False
+        self._is_resting = False
         self._is_cut = False
         self._is_over = asyncio.Event()
 
@@ -104,14 +108,14 @@ class Relay:
             if self._log.terminal is not None:
                 self._is_over.set()
             return
-        if self._is_waiting:
-            return
         ready = self._ready
-        if ready and not self._send_ready():
+        if self._is_waiting or (ready and not self._send_ready()):
+            self._pace()
             return
         while True:
             num_taken = self._fill()
             if ready and not self._send_ready():
+                self._pace()
                 return
             if num_taken == BURST:
                 self._wait_for_turn()
@@ -122,8 +126,24 @@ class Relay:
                 self._is_over.set()
                 return
             ready.extend(self._gate.flush())
+        if self._is_resting:
+            self._pace()
         if self._timer is None and self._gate is not None and self._gate.is_holding:
             self._set_timer(HOLD_S)
+
+    def _pace(self) -> None:
+        """Has nothing more computed for a client that is far behind, until it catches up.
+
+        Its log stays bounded, and whoever reads gets the rows of those who do not.
+        """
+        lag = self._log.next_seq - self.next_seq
+        if self._is_resting:
+            if lag <= GO_ON_LAG_TOKENS:
+                self._is_resting = False
+                self._stream.unpark()
+        elif lag > MAX_LAG_TOKENS and self._log.terminal is None:
+            self._is_resting = True
+            self._stream.park()
 
     def _wait_for_turn(self) -> None:
         self._is_waiting = True

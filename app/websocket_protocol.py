@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,9 +24,11 @@ from websockets.server import ServerProtocol
 
 from app.fair_reading import FairReading
 from app.peer_watch import Address, PeerWatch, SocketTable, TcpState, Watched, own_state
+from app.serve_headers import ServeHeaders
 
 logger = logging.getLogger(__name__)
 
+SEND_BUFFER_BYTES = 64 * 1024
 PEER_HEADER = "x-seedance-peer"
 """Both ends of the client's connection, as deploy/haproxy.sh makes HAProxy tell them."""
 
@@ -77,6 +80,11 @@ def read_peer_settings(environment: Mapping[str, str]) -> PeerSettings:
     if not is_allowed:
         raise ValueError(f"{settings} is out of range")
     return settings
+
+
+def cap_send_buffer(own: socket.socket) -> None:
+    """Keeps the kernel from taking megabytes for a client that does not read."""
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 
 def keep_alive(own: socket.socket, settings: PeerSettings) -> None:
@@ -174,7 +182,9 @@ class WebSocketProtocol(FairReading):
         self._peer: Watched | None = None
 
     def handle_connect(self, event: Request) -> None:
-        keep_alive(self.transport.get_extra_info("socket"), self.peers.settings)
+        own: socket.socket = self.transport.get_extra_info("socket")
+        cap_send_buffer(own)
+        keep_alive(own, self.peers.settings)
         self._peer = self.peers.watched(self.transport, event.headers.get(PEER_HEADER))
         super().handle_connect(event)
 
@@ -202,7 +212,7 @@ class WebSocketProtocol(FairReading):
 
 
 def install() -> list[Middleware]:
-    """Makes the servers of this process use `WebSocketProtocol`; adds no middleware.
+    """Makes the servers of this process use `WebSocketProtocol`; adds `ServeHeaders`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -212,4 +222,11 @@ def install() -> list[Middleware]:
         peers = Peers(read_peer_settings(os.environ))
 
     WS_PROTOCOLS["auto"] = Configured  # type: ignore[assignment]
-    return []
+    return [Middleware(ServeHeaders, is_ingress=_is_replica())]
+
+
+def _is_replica() -> bool:
+    """Whether this process serves an ingress replica, and not a proxy."""
+    # Whoever calls us has imported it; others need none of it.
+    context = sys.modules.get("ray.serve.context")
+    return context is not None and context._get_internal_replica_context() is not None

@@ -213,6 +213,7 @@ class HangUpCall:
     is_gone: asyncio.Event = field(default_factory=asyncio.Event)
     has_sent: asyncio.Event = field(default_factory=asyncio.Event)
     send_error: OSError | None = None
+    reads: bool = True
     _is_read: bool = False
 
     async def receive(self) -> Message:
@@ -225,6 +226,8 @@ class HangUpCall:
     async def send(self, message: Message) -> None:
         if self.send_error is not None:
             raise self.send_error
+        if not self.reads:
+            await asyncio.Event().wait()
         self.sent.append(message)
         self.has_sent.set()
 

@@ -269,6 +269,14 @@ async def test_silence_is_broken_by_comments() -> None:
     assert "late" in call.text
 
 
+async def test_a_client_that_takes_nothing_is_given_up_and_its_request_cancelled() -> None:
+    graph = FakeGraph(stalls("some text"))
+    call = HangUpCall(app_over(graph, unread_timeout_s=0.02), CHAT, chat_body(stream=True))
+    call.reads = False
+    await asyncio.wait_for(call.run(), 20)
+    assert graph.cancelled == [graph.streams[0].request.request_id]
+
+
 async def test_the_status_waits_for_the_first_token() -> None:
     graph = FakeGraph(stalls())
     call = HangUpCall(app_over(graph), CHAT, chat_body(stream=True))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from app import outbox as outbox_module
 from app import relay as relay_module
 from app.outbox import Outbox
-from app.relay import BURST, Relay
+from app.relay import BURST, GO_ON_LAG_TOKENS, MAX_LAG_TOKENS, Relay
 from app.serving import Stream
 from protocol.graphemes import GraphemeGate
 from protocol.session import Session
@@ -70,6 +70,7 @@ class Room:
 
     def __init__(self, wire: Wire, log: TokenLog | None = None, **fields: Any) -> None:
         self.wire = wire
+        self.pauses: list[str] = []
         self.session: Session = open_session()
         self.log = log or TokenLog()
         last_seq = fields.pop("last_seq", None)
@@ -80,7 +81,12 @@ class Room:
         self.session.accept("a", stream="s", cache=MISS)
         self.relay = Relay(
             "a",
-            Stream(request=ask(), log=self.log),
+            Stream(
+                request=ask(),
+                log=self.log,
+                park=lambda: self.pauses.append("park"),
+                unpark=lambda: self.pauses.append("unpark"),
+            ),
             self.session,
             wire.outbox,
             next_seq=0 if last_seq is None else last_seq + 1,
@@ -292,6 +298,55 @@ async def test_a_stuck_socket_pauses_the_stream_and_loses_nothing() -> None:
         assert room.wire.chunks() == [*enumerate(pieces)]
 
     await with_room(check, anchor="none", boundary="utf8")
+
+
+async def test_a_stream_far_ahead_of_its_reader_rests_until_he_has_caught_up() -> None:
+    async def check(room: Room) -> None:
+        room.say(*"a" * (8 + MAX_LAG_TOKENS))
+        await settle()
+        assert room.pauses == []
+        room.say("b")
+        assert room.pauses == ["park"]
+        room.say(*"cd")
+        assert room.pauses == ["park"], "what was on its way is kept"
+        while room.pauses == ["park"]:
+            room.ack(room.relay.next_seq - 1)
+            await settle()
+        assert room.pauses == ["park", "unpark"]
+        assert 0 < room.log.next_seq - room.relay.next_seq <= GO_ON_LAG_TOKENS
+        while room.log.next_seq > room.relay.next_seq:
+            room.ack(room.relay.next_seq - 1)
+            await settle()
+        assert room.pauses == ["park", "unpark"]
+        assert (await room.end())["seq"] == room.log.next_seq
+
+    await with_room(check, window=8, boundary="utf8")
+
+
+async def test_a_stream_whose_socket_is_stuck_rests_and_goes_on_with_it() -> None:
+    async def check(room: Room) -> None:
+        room.wire.is_open.clear()
+        for _ in range(10):
+            room.say(*"a" * 100)
+            await settle()
+        assert room.pauses == ["park"]
+        room.wire.is_open.set()
+        await eventually(lambda: room.pauses == ["park", "unpark"])
+        await room.end()
+        assert len(room.wire.chunks()) == 1000
+
+    await with_room(check, boundary="utf8")
+
+
+async def test_an_answer_that_has_ended_has_nothing_to_rest() -> None:
+    async def check(room: Room) -> None:
+        room.log.append(*deltas("a" * 2 * MAX_LAG_TOKENS))
+        room.log.finish(STOP)
+        await settle()
+        assert room.pauses == []
+
+    log = TokenLog()
+    await with_room(check, log, window=8, boundary="utf8")
 
 
 async def test_streams_of_a_slow_socket_have_their_turns() -> None:

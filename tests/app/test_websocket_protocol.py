@@ -17,6 +17,7 @@ from websockets.asyncio.client import connect
 
 from app.launcher import ENV_FILE, HAPROXY_WRAPPER, read_env_file
 from app.peer_watch import Address, TcpState
+from app.serve_headers import ServeHeaders
 from app.websocket_protocol import (
     PeerSettings,
     install,
@@ -35,7 +36,9 @@ def no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def serving(app: Any) -> AsyncIterator[int]:
     """uvicorn as Serve starts it, after `install`."""
-    assert install() == []
+    (middleware,) = install()
+    assert middleware.cls is ServeHeaders
+    assert middleware.kwargs == {"is_ingress": False}, "this is no replica of Serve's"
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, lifespan="off", log_level="critical")
     server = uvicorn.Server(config)
