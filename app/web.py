@@ -95,6 +95,7 @@ class Web:
                 tenant_of,
                 max_body_bytes=limits.max_body_bytes,
                 heartbeat_s=limits.heartbeat_s,
+                unread_timeout_s=limits.unread_timeout_s,
                 exchanges=self._exchanges,
                 outcomes=self._outcomes,
             )
