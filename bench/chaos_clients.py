@@ -83,7 +83,7 @@ class Tally:
 
 
 async def ask(client: SeedanceClient, prompt: str, max_tokens: int, tally: Tally) -> None:
-    stream = client.stream(prompt, max_tokens=max_tokens, temperature=0, cache="bypass")
+    stream = client.stream(prompt=prompt, max_tokens=max_tokens, temperature=0, cache="bypass")
     tally.watch(stream)
     tally.streams += 1
     text = ""

@@ -37,7 +37,7 @@ def no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 async def serving(app: Any) -> AsyncIterator[int]:
     """uvicorn as Serve starts it, after `install`."""
     (middleware,) = install()
-    assert middleware.cls is ServeHeaders
+    assert middleware.cls == ServeHeaders
     assert middleware.kwargs == {"is_ingress": False}, "this is no replica of Serve's"
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, lifespan="off", log_level="critical")
