@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
+from app.accounts import DEFAULT_TENANT
 from app.incoming import IncomingRequest
 from app.openai_errors import report_incident
 from app.outbox import Outbox
@@ -107,6 +109,7 @@ class Connection:
         self._session = session
         self._outcomes = outcomes
         self._limits = limits
+        self._name = uuid.uuid4().hex
         self._tenant = tenant
         self._model = model
         self._unread_timeout_s = unread_timeout_s
@@ -125,7 +128,7 @@ class Connection:
     async def run(self) -> None:
         """Reads, writes and watches until one of them ends; then nothing of the connection is left."""
         hello = Hello(
-            session=uuid.uuid4().hex,
+            session=self._name,
             model=self._model,
             limits=self._limits.announced,
             heartbeat_s=self._limits.heartbeat_s,
@@ -350,12 +353,16 @@ class Connection:
         return await self._keeper.open(self._inference_request(asked), request)
 
     def _inference_request(self, req: InferReq) -> InferenceRequest:
-        return inference_request(
+        request = inference_request(
             req,
             request_id=uuid.uuid4().hex,
             tenant=self._tenant,
             model=req.model or self._model,
         )
+        if self._tenant != DEFAULT_TENANT:
+            return request
+        # Where nobody has a key all are one tenant, and one socket must not starve the others.
+        return msgspec.structs.replace(request, share=self._name)
 
     def _fail(self, request: _Request, error: ServingError) -> None:
         """Tells why a request could not start, or why it could not go on."""

@@ -50,7 +50,7 @@ def flight_key(request: InferenceRequest) -> str | None:
     """
     if request.cache not in ("auto", "sampled") or not is_cacheable(request):
         return None
-    anonymous = msgspec.structs.replace(request, request_id="")
+    anonymous = msgspec.structs.replace(request, request_id="", share="")
     return hashlib.blake2b(msgspec.msgpack.encode(anonymous), digest_size=32).hexdigest()
 
 

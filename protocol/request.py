@@ -117,11 +117,13 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     Exactly one of `messages` and `prompt` is set. `request_id` is made by the
     server and unique; the id a client chose is only a name on its connection.
-    `tenant` comes from the credential, never from the body.
+    `tenant` comes from the credential, never from the body. `share` names whose part of the
+    engine it takes, where that is not the tenant's as a whole.
     """
 
     request_id: str
     tenant: str
+    share: str = ""
     model: str
     messages: tuple[Message, ...] | None = None
     prompt: str | tuple[int, ...] | None = None

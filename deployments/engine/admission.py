@@ -91,7 +91,7 @@ class Admission:
                 raise DuplicateId(f"request {seq.request_id} is already running")
             now_s = self.clock()
             self._forget_claims(now_s)
-            tenant = self._tenants.setdefault(seq.tenant, _Tenant())
+            tenant = self._tenants.setdefault(seq.share, _Tenant())
             refusal = self._refusal(seq, tenant)
             if refusal is not None:
                 tenant.refused_s = now_s
@@ -122,9 +122,9 @@ class Admission:
                 self._ends_s.append(self.clock())
             self._stop_waiting(holding)
             del self._held[seq.request_id]
-            tenant = self._tenants[seq.tenant]
+            tenant = self._tenants[seq.share]
             tenant.num_held -= 1
-            self._drop_idle(seq.tenant)
+            self._drop_idle(seq.share)
 
     def retry_after_s(self) -> float:
         """When half of the queue will have been served, by the rate of the last ends."""
@@ -191,7 +191,7 @@ class Admission:
             return
         holding.is_waiting = False
         num_tokens = len(holding.seq.prompt_token_ids)
-        self._tenants[holding.seq.tenant].num_waiting_tokens -= num_tokens
+        self._tenants[holding.seq.share].num_waiting_tokens -= num_tokens
         self._num_waiting -= 1
         self._num_waiting_tokens -= num_tokens
 
@@ -240,7 +240,7 @@ class FairQueue:
 
     def push(self, seq: Sequence) -> None:
         """Adds a sequence; a tenant that has none waiting gets the last turn."""
-        insort(self._queues.setdefault(seq.tenant, []), seq, key=_rank)
+        insort(self._queues.setdefault(seq.share, []), seq, key=_rank)
         self._length += 1
 
     def remove(self, seq: Sequence) -> None:
@@ -250,13 +250,13 @@ class FairQueue:
             ValueError: it is not in the queue.
         """
         is_head = seq is self.head
-        queue = self._queues.get(seq.tenant, [])
+        queue = self._queues.get(seq.share, [])
         queue.remove(seq)
         self._length -= 1
         if is_head or not queue:
-            del self._queues[seq.tenant]
+            del self._queues[seq.share]
             if queue:
-                self._queues[seq.tenant] = queue
+                self._queues[seq.share] = queue
 
 
 def _rank(seq: Sequence) -> tuple[bool, int]:

@@ -64,6 +64,7 @@ def prepare(
         deadline_s=None if request.timeout_s is None else arrival_s + request.timeout_s,
         grammar=grammar_for(request.response_format, tokenizer),
         tenant=request.tenant,
+        share=request.share or request.tenant,
     )
     if output_token_ids:
         _continue(seq, output_token_ids, tokenizer)
@@ -103,6 +104,7 @@ def prepare_warm_up(
         sampling=_resolve(request.sampling, config.max_model_len - num_tokens),
         arrival_s=arrival_s,
         tenant=request.tenant,
+        share=request.share or request.tenant,
         is_warm_up=True,
     )
 

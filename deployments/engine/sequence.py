@@ -35,6 +35,7 @@ class Sequence:
         seed: of the sampling noise; drawn at random when the request named none.
         arrival_s, deadline_s: in seconds of the engine's clock.
         tenant: whose it is; computed prefixes are shared within one tenant only.
+        share: whose part of the places and of the turns it takes: the tenant's, or a part of it.
         output_token_ids: at first empty, or what was answered elsewhere; such a sequence goes
             on behind them, and they are computed together with the prompt.
         answer: the text side of an answer that goes on; the engine makes one for any other.
@@ -54,6 +55,7 @@ class Sequence:
     deadline_s: float | None = None
     grammar: Grammar | None = None
     tenant: str = ""
+    share: str = ""
     is_warm_up: bool = False
 
     output_token_ids: list[int] = field(default_factory=list)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from websockets.asyncio.client import ClientConnection, connect
 
 from app import connection, outbox
+from app.accounts import hash_key
 from protocol.token_log import TokenDelta
 from tests.app.fake_model import (
     FakeIngress,
@@ -500,3 +501,22 @@ async def test_a_lost_slow_client_finds_its_streams_again(monkeypatch: pytest.Mo
         again.leave()
         await again.gone()
         opened.peer = MemoryPeer(opened.gateway)
+
+
+@pytest.mark.parametrize(("key", "shares"), [(None, 2), ("secret", 1)])
+async def test_where_nobody_has_a_key_each_socket_has_a_share_of_its_own(
+    key: str | None, shares: int
+) -> None:
+    keys = [] if key is None else [{"tenant": "red", "sha256": hash_key(key)}]
+    async with (
+        running_stack(with_cache=False) as stack,
+        on_air(stack.graph, auth={"keys": keys}) as site,
+    ):
+        for _ in range(2):
+            async with talking(site.infer_url, key=key) as talker:
+                for id in ("a", "b"):
+                    await talker.send("INFER_REQ", id=id, prompt="Go on", max_tokens=2)
+                    await talker.last_of(id)
+        asked = [submit.request for replica in stack.replicas for submit in replica.submits]
+    assert len(asked) == 4
+    assert len({request.share for request in asked}) == shares

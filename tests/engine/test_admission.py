@@ -20,7 +20,7 @@ FOUR = replace(SMALL, max_num_seqs=2, max_waiting=2)
 
 def asks(tenant: str, num_tokens: int = 2, **given: int) -> Sequence:
     seq = sequence([1] * num_tokens)
-    seq.tenant = tenant
+    seq.share = tenant
     seq.priority = given.get("priority", 0)
     return seq
 
@@ -238,9 +238,9 @@ def test_whatever_happens_the_limits_hold_and_the_ledger_is_empty_at_the_end(
     for tenant, number, what in steps:
         if what == "ask":
             seq = asks(tenant, number)
-            tenants = {s.tenant for s in queued + running}
+            tenants = {s.share for s in queued + running}
             could_start = len(queued) + len(running) < places
-            before = Counter(s.tenant for s in queued + running)[tenant]
+            before = Counter(s.share for s in queued + running)[tenant]
             if is_accepted(admission, seq):
                 queued.append(seq)
                 if not could_start and tenants - {tenant}:
@@ -368,10 +368,10 @@ def test_between_two_turns_of_a_tenant_every_other_one_that_waits_has_one(
                 break
             queue.remove(head)
             served += 1
-            waiting[head.tenant] -= 1
+            waiting[head.share] -= 1
             for other, turns in since.items():
-                if waiting[other] and other != head.tenant:
-                    turns[head.tenant] += 1
-                    assert turns[head.tenant] <= 1, f"{head.tenant} twice before {other}"
-            since[head.tenant] = Counter()
+                if waiting[other] and other != head.share:
+                    turns[head.share] += 1
+                    assert turns[head.share] <= 1, f"{head.share} twice before {other}"
+            since[head.share] = Counter()
     assert served == len(arrivals) + 1

@@ -251,7 +251,7 @@ def test_a_tenants_backlog_does_not_hold_up_anothers_first_request() -> None:
         engine.add(seq)
     engine.step()
     other = sequence()
-    other.tenant = "b"
+    other.tenant = other.share = "b"
     engine.add(other)
     ended = [e.seq for _ in range(30) for e in engine.step() if e.terminal is not None]
     assert ended.index(other) <= 2

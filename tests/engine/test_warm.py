@@ -34,6 +34,8 @@ from tests.engine.fakes import SMALL, TOKENIZER, Collector, FakeClock, run_to_en
 
 BLOCK = 8
 """Of `SMALL`."""
+PIECE = 16
+"""The whole blocks that its budget holds."""
 WAIT_S = 20.0
 
 
@@ -87,7 +89,7 @@ def engine(runner: Runner) -> Engine:
 
 def asked(prompt: list[int], tenant: str = "t", **sampling: Any) -> Sequence:
     seq = sequence(prompt, **({"max_tokens": 8, "logprobs": 1} | sampling))
-    seq.tenant = tenant
+    seq.tenant = seq.share = tenant
     return seq
 
 
@@ -199,7 +201,7 @@ def test_a_request_takes_over_what_its_warm_up_has_reached(num_steps: int) -> No
     final = asked(prompt, max_tokens=1)
     collector = run_to_end(engine, final)
     assert len(collector[ahead].terminals) == (num_steps < 4)
-    assert final.num_cached_tokens == 16 * num_steps
+    assert final.num_cached_tokens == PIECE * num_steps
     assert runner.num_computed == 70, "nothing was computed twice"
     assert all(len(rows) == 1 for rows in runner.plans)
     assert runner.num_slots_used == 0
@@ -330,7 +332,7 @@ def test_a_request_that_needs_a_slot_gets_the_one_of_the_warm_up_that_loses_leas
 
 
 def test_at_most_a_quarter_of_the_slots_compute_ahead_by_turns() -> None:
-    config = replace(SMALL, max_num_seqs=8, max_num_batched_tokens=24)
+    config = replace(SMALL, max_num_seqs=8, max_num_batched_tokens=100)
     engine, runner = scripted(config)
     seqs = [warm_up([i] * 64, f"t{i}") for i in range(5)]
     for seq in seqs:
@@ -420,7 +422,7 @@ def test_an_abandoned_warm_up_is_dropped_before_the_next_step_and_leaves_what_it
     assert (runner.num_slots_used, runner.held) == (0, set())
     final = asked(prompt)
     run_to_end(engine, final)
-    assert final.num_cached_tokens == min(16 * num_steps, 56)
+    assert final.num_cached_tokens == min(PIECE * num_steps, 56)
 
 
 def test_one_that_is_abandoned_in_the_queue_never_runs() -> None:
@@ -655,7 +657,7 @@ async def test_a_cancelled_caller_stops_the_work_and_what_is_done_stays() -> Non
             await warming
         gate.open()
         _, terminal = await answer(front, text_request(LONG, request_id="final"))
-        assert terminal.usage.cached_tokens == BLOCKS_ALONE * BLOCK
+        assert terminal.usage.cached_tokens == PIECE
         ahead = [rows for rows in runner.plans if rows[0][0].is_warm_up]
         assert len(ahead) == 1, "the step that ran when it was cancelled was the last"
 
@@ -671,7 +673,7 @@ async def test_it_returns_when_its_request_takes_over() -> None:
         gate.open()
         await warming
         _, terminal = await final
-        assert terminal.usage.cached_tokens == BLOCKS_ALONE * BLOCK
+        assert terminal.usage.cached_tokens == PIECE
 
 
 async def test_too_many_at_once_give_up_quietly() -> None:
