@@ -152,7 +152,7 @@ async def test_a_cancelled_call_stops_the_work() -> None:
             await warming
         replica.brake.release()
         await stack.until_idle()
-        assert num_ahead(replica) < 100, "of over 600"
+        assert num_ahead(replica) < 200, "of over 600"
 
 
 async def test_the_request_does_not_wait_for_its_own_warm_up() -> None:
@@ -167,7 +167,7 @@ async def test_the_request_does_not_wait_for_its_own_warm_up() -> None:
         async with asyncio.timeout(PATIENCE_S):
             await warming
         terminal = await terminal_of((await opening).log)
-        assert terminal.usage.cached_tokens == num_ahead(replica) < 100
+        assert terminal.usage.cached_tokens == num_ahead(replica) < 200
         await stack.until_idle()
 
 

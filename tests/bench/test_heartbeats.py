@@ -47,7 +47,7 @@ async def heartbeat_first(peer: ServerSide) -> None:
     await peer.send(type="PING", ts=7)
     assert (await peer.expect("PONG"))["ts"] == 7
     await peer.send(type="PONG", ts=8)
-    await peer.gone()
+    await peer.receive()
 
 
 async def test_a_client_answers_heartbeats_whatever_it_reads() -> None:
