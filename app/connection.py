@@ -89,7 +89,11 @@ class _Request:
 
 
 class Connection:
-    """One accepted socket: its session, its outbox and its running requests."""
+    """One accepted socket: its session, its outbox and its running requests.
+
+    Args:
+        check: raises `ServingError` once the credential of the handshake is good no more.
+    """
 
     def __init__(
         self,
@@ -100,6 +104,7 @@ class Connection:
         *,
         limits: SessionLimits,
         tenant: str,
+        check: Callable[[], None],
         model: str,
         unread_timeout_s: float,
         clock: Callable[[], float],
@@ -111,6 +116,7 @@ class Connection:
         self._limits = limits
         self._name = uuid.uuid4().hex
         self._tenant = tenant
+        self._check = check
         self._model = model
         self._unread_timeout_s = unread_timeout_s
         self._clock = clock
@@ -295,6 +301,9 @@ class Connection:
         """One request, from its frame to its one terminal frame."""
         id, started_s = request.id, self._clock()
         try:
+            self._check()
+            if not isinstance(request.asked, Resume):
+                request.record.admit(self._tenant)
             if request.incoming is not None:
                 request.asked = await request.incoming.whole()
             asked = request.asked

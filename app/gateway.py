@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from starlette.websockets import WebSocket
 
-from app.accounts import Accounts
+from app.accounts import Accounts, Holder
 from app.connection import GOING_AWAY, PEER_GONE, Connection
 from app.openai_errors import error_response
 from app.outcomes import RequestOutcomes
@@ -78,6 +78,11 @@ class Gateway:
         self.is_draining = False
 
     @property
+    def keeper(self) -> StreamKeeper:
+        """Keeps the streams of this ingress that lost their client, however it was connected."""
+        return self._keeper
+
+    @property
     def live_requests(self) -> int:
         """Requests that are not answered to their end, on all connections."""
         return sum(connection.live_requests for connection in self._connections)
@@ -107,9 +112,9 @@ class Gateway:
         """Runs one connection from handshake to close. Raises nothing but cancellation."""
         self.open_connections += 1
         try:
-            tenant = await self._admit(socket)
+            holder = await self._admit(socket)
             model = (await self._opener.model_info()).id
-            await self._run(socket, tenant, model)
+            await self._run(socket, holder, model)
         except ServingError as error:
             self._outcomes.refuse_handshake(error.code)
             # Before the socket is accepted a refusal can still carry a real HTTP status.
@@ -120,7 +125,7 @@ class Gateway:
         finally:
             self.open_connections -= 1
 
-    async def _run(self, socket: WebSocket, tenant: str, model: str) -> None:
+    async def _run(self, socket: WebSocket, holder: Holder, model: str) -> None:
         offered = socket.scope.get("subprotocols") or []
         chosen = next((name for name in SUBPROTOCOLS if name in offered), None)
         await socket.accept(subprotocol=chosen)
@@ -136,7 +141,8 @@ class Gateway:
             Session(self._limits, self._clock, binary=chosen == "seedance.v1.bin"),
             self._outcomes,
             limits=self._limits,
-            tenant=tenant,
+            tenant=holder.tenant,
+            check=lambda: self._accounts.check(holder),
             model=model,
             unread_timeout_s=self._unread_timeout_s,
             clock=self._clock,
@@ -150,15 +156,15 @@ class Gateway:
             if not self._connections:
                 self._is_deserted.set()
 
-    async def _admit(self, socket: WebSocket) -> str:
+    async def _admit(self, socket: WebSocket) -> Holder:
         if self.is_draining:
             raise Overloaded(GOING_AWAY.reason)
         if not self._accounts.allows_origin(socket.headers):
             raise OriginRefused("this origin is not allowed", param="Origin")
         ticket = offered_ticket(socket.scope.get("subprotocols") or [])
-        tenant = ""
+        holder = None
         if ticket is None:
-            tenant = self._accounts.tenant_of(socket.headers.get("authorization"))
+            holder = self._accounts.holder_of(socket.headers.get("authorization"))
         if self.open_connections > self._max_connections:
             raise Overloaded(
                 f"{self._max_connections} connections are open, the limit",
@@ -167,4 +173,8 @@ class Gateway:
             )
         # Last, since it is good once. Where a proxy asks for a password, the browser sends
         # that as its Authorization, so that the ticket counts and not the header.
-        return tenant if ticket is None else await self._tickets.redeem(ticket)
+        if holder is None:
+            assert ticket is not None
+            holder = await self._tickets.redeem(ticket)
+            self._accounts.check(holder)
+        return holder

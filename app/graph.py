@@ -14,16 +14,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from app.breaker import Breaker, SwitchedOff
-from app.front_cache import FrontCache
+from app.epoch_watch import EpochWatch
+from app.front_cache import FrontCache, Kept
 from app.generation import FailoverLimits, Generation, SubmitPort
 from app.model_bus import BusPort, ModelBus, Nobody
 from app.resume import Named, ResumeTokens, resume_expired
 from app.serving import Stream
+from app.shadow_checks import ShadowChecks
 from app.single_flight import SingleFlight, flight_key
 from deployments import wire
 from deployments.cache_key import cache_key, is_cacheable
@@ -33,6 +35,7 @@ from deployments.replica_board import ReplicaBoard
 from deployments.wire import ModelInfo
 from protocol.errors import (
     CacheMiss,
+    InvalidRequest,
     ModelNotFound,
     Overloaded,
     ServingError,
@@ -41,6 +44,8 @@ from protocol.request import InferenceRequest
 from protocol.token_log import CacheOutcome, Terminal, Timing, TokenLog
 
 logger = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply", wire.TokenizeReply, wire.EmbedReply)
 
 INFO_MAX_AGE_S = 10.0
 """A rollout may bring another model: after this time the replicas are asked again what they serve."""
@@ -51,8 +56,14 @@ FIND_GRACE_S = 0.25
 """Time for the other replicas to tell of a stream that one has found."""
 NOWHERE_ELSE = ""
 """Stands for the replica in the token of a stream that only this ingress can resume."""
+CHECK_LIMITS = FailoverLimits(
+    accept_timeout_s=1.0, submit_timeout_s=1.0, failover_timeout_s=1.0, max_failovers=0
+)
+"""A check that meets any trouble is dropped."""
 STORE_TIMEOUT_S = 5.0
 """No one waits longer than a look-up may take; this only bounds what a dead cache leaves behind."""
+EMBED_TIMEOUT_S = 60.0
+"""For all the texts of one client's request, which wait for the cache's own."""
 WARM_TIMEOUT_S = 10.0
 """What was computed until then stays, and the next piece of the prompt goes on behind it."""
 
@@ -60,6 +71,10 @@ WARM_TIMEOUT_S = 10.0
 class ModelPort(BusPort, SubmitPort, Protocol):
     async def warm(self, payload: bytes, route: wire.Route) -> None:
         """Has a replica compute what is known of a packed `InferenceRequest`, and waits for it."""
+        ...
+
+    async def tokenize(self, payload: bytes) -> bytes:
+        """Packed `TokenizeCall` in, packed `TokenizeReply` out."""
         ...
 
     async def find(self, name: str, replica: str) -> bytes:
@@ -82,9 +97,35 @@ class CachePort(Protocol):
 
     async def store(self, payload: bytes) -> None: ...
 
+    async def embed(self, payload: bytes) -> bytes:
+        """Packed `EmbedCall` in, packed `EmbedReply` out."""
+        ...
+
+    async def check(self, payload: bytes) -> bytes:
+        """Packed `CheckCall` in, packed `CheckReply` out."""
+        ...
+
+    async def manage(self, payload: bytes) -> list[bytes]:
+        """Packed `ManageCall` in, the JSON of each replica out."""
+        ...
+
+    async def epochs(self) -> list[str]:
+        """What each replica says its epoch is."""
+        ...
+
     async def stats(self) -> list[dict[str, Any]]:
         """One mapping a replica."""
         ...
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a look-up brought: on a hit `log`, and what else is to be done with it."""
+
+    outcome: CacheOutcome
+    log: TokenLog | None = None
+    stored: bytes = b""
+    check: wire.Check | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +194,17 @@ class Graph:
             clock=clock,
             spawn=self._spawn,
         )
+        self._checks = ShadowChecks(
+            board,
+            new_generation=self._new_check,
+            report=self._report_check,
+            spawn=self._spawn,
+        )
+        self._epochs: EpochWatch | None = None
+        if cache is not None and self._front is not None:
+            self._epochs = EpochWatch(
+                cache.epochs, self._front.clear, spawn=self._spawn, clock=clock
+            )
         self._live: dict[str, Generation] = {}
         self.cache_errors_total = 0
         self.failovers_total = 0
@@ -195,10 +247,13 @@ class Graph:
             ingress=self._bus.ingress,
             cache_call_errors=self.cache_errors_total,
             front_hits=0 if self._front is None else self._front.hits_total,
+            front_entries=0 if self._front is None else self._front.entries,
+            front_bytes=0 if self._front is None else self._front.bytes,
             coalesced_total=self._flights.coalesced_total,
             failovers_total=self.failovers_total,
             resumes_total=self.resumes_total,
             breaker={} if self._cache is None else self._breaker.stats(),
+            checks=self._checks.stats(),
             routing={
                 "prefix": board.prefix_routed_total,
                 "overflow": board.overflow_total,
@@ -234,32 +289,59 @@ class Graph:
         self, key: str, request: InferenceRequest, info: ModelInfo, started_s: float
     ) -> Stream | None:
         """The answer, if this ingress holds it itself."""
-        found = None if self._front is None else self._front.find(key, info.revision)
+        if self._front is None or self._epochs is None:
+            return None
+        self._epochs.wake()
+        found = self._front.find(key, info.revision) if self._epochs.is_fresh else None
         if found is None:
             return None
-        stored, age_s = found
+        kept, age_s = found
         return Stream(
             request=request,
-            log=self._replay(stored, started_s),
-            cache=CacheOutcome(outcome="exact", tier="L1", similarity=1.0, age_s=round(age_s, 3)),
+            log=self._replay(kept.stored, started_s),
+            cache=CacheOutcome(
+                outcome=kept.outcome,
+                tier="L1",
+                similarity=kept.similarity,
+                age_s=round(age_s, 3),
+                id=kept.id,
+            ),
             token=self._token_here(request),
         )
 
     async def _answer(self, request: InferenceRequest, info: ModelInfo, started_s: float) -> Stream:
         """From the cache, or else from the model."""
-        outcome = CacheOutcome()
+        found = _Found(CacheOutcome())
         if self._cache is not None and is_cacheable(request) and request.cache != "refresh":
-            outcome, log = await self._look_up(self._cache, request, info, started_s)
-            if log is not None:
+            found = await self._look_up(self._cache, request, info, started_s)
+            if found.log is not None:
+                if found.check is not None:
+                    self._checks.offer(request, found.check, found.stored)
                 token = self._token_here(request)
-                return Stream(request=request, log=log, cache=outcome, token=token)
+                return Stream(request=request, log=found.log, cache=found.outcome, token=token)
         if request.cache == "only":
             raise CacheMiss("no cached answer fits this request", param="cache")
-        return await self._generate(request, info, outcome, started_s)
+        return await self._generate(request, info, found, started_s)
 
     def _token_here(self, request: InferenceRequest) -> str:
         """A token for a stream that no model replica knows by this name."""
         return self._tokens.sign(request.request_id, NOWHERE_ELSE, request.tenant)
+
+    async def tokenize(self, call: wire.TokenizeCall) -> wire.TokenizeReply:
+        raw = await self._answer_of(self._model.tokenize(wire.encode(call)))
+        return _unless_refused(wire.decode_tokenize_reply(raw))
+
+    async def embed(self, texts: tuple[str, ...]) -> wire.EmbedReply:
+        if self._cache is None:
+            raise ModelNotFound("the cache is off, and its embedder with it", param="model")
+        call = wire.EmbedCall(texts=texts)
+        try:
+            async with asyncio.timeout(EMBED_TIMEOUT_S):
+                raw = await self._cache.embed(wire.encode(call))
+        except Exception as error:
+            logger.warning("texts cannot be embedded: %r", error)
+            raise Overloaded("no embedder answers", retry_after_s=1) from error
+        return _unless_refused(wire.decode_embed_reply(raw))
 
     async def warm(self, request: InferenceRequest) -> None:
         """Has the replica that the request will go to compute what is known of its prompt.
@@ -269,6 +351,7 @@ class Graph:
         is_served = self._info is None or request.model == self._info.id
         if request.cache == "only" or not is_served:
             return
+        self._checks.step_aside()
         try:
             route = wire.Route(chain=prompt_chain(request), is_warm_up=True)
             async with asyncio.timeout(WARM_TIMEOUT_S):
@@ -333,40 +416,42 @@ class Graph:
 
     async def _look_up(
         self, cache: CachePort, request: InferenceRequest, info: ModelInfo, started_s: float
-    ) -> tuple[CacheOutcome, TokenLog | None]:
+    ) -> _Found:
         """What the cache decided and, on a hit, the whole answer; any failure is a miss."""
         call = wire.LookupCall(request=request, model_revision=info.revision)
 
-        async def ask() -> tuple[CacheOutcome, TokenLog | None]:
+        async def ask() -> _Found:
             await self._stored(request)
             reply = wire.decode_lookup_reply(await cache.lookup(wire.encode(call)))
+            outcome = reply.outcome
             if reply.stored is None:
-                return reply.outcome, None
+                return _Found(outcome, check=reply.check)
             stored = wire.decode_stored(reply.stored)
             log = self._replay(stored, started_s)
-            if reply.outcome.outcome == "exact":
-                size_bytes, age_s = len(reply.stored), reply.outcome.age_s or 0.0
-                self._hold(request, info.revision, stored, size_bytes, age_s)
-            return reply.outcome, log
+            is_current = self._epochs is not None and self._epochs.knows(reply.epoch)
+            if reply.promote and is_current and outcome.outcome in ("exact", "semantic"):
+                similarity = 1.0 if outcome.similarity is None else outcome.similarity
+                kept = Kept(stored, outcome.id, outcome.outcome, similarity)
+                self._hold(request, info.revision, kept, len(reply.stored), outcome.age_s or 0.0)
+            return _Found(outcome, log, reply.stored, reply.check)
 
         try:
-            outcome, log = await self._breaker.call(ask, self._limits.lookup_timeout_s)
+            return await self._breaker.call(ask, self._limits.lookup_timeout_s)
         except SwitchedOff:
-            return CacheOutcome(reason="cache is switched off for a moment"), None
+            return _Found(CacheOutcome(reason="cache is switched off for a moment"))
         except TimeoutError:
             self.cache_errors_total += 1
-            return CacheOutcome(reason="cache timed out"), None
+            return _Found(CacheOutcome(reason="cache timed out"))
         except Exception as error:
             self.cache_errors_total += 1
             logger.warning("cache look-up failed, taken as a miss: %s", type(error).__name__)
-            return CacheOutcome(reason="cache failed"), None
-        return outcome, log
+            return _Found(CacheOutcome(reason="cache failed"))
 
     def _hold(
         self,
         request: InferenceRequest,
         revision: str,
-        stored: wire.StoredStream,
+        kept: Kept,
         size_bytes: int,
         age_s: float,
     ) -> None:
@@ -376,7 +461,7 @@ class Graph:
             request = msgspec.structs.replace(request, cache="auto")
         key = flight_key(request)
         if self._front is not None and key is not None:
-            self._front.keep(key, revision, stored, size_bytes, age_s)
+            self._front.keep(key, revision, kept, size_bytes, age_s)
 
     def _replay(self, stored: wire.StoredStream, started_s: float) -> TokenLog:
         """The answer as it was, with its own usage, in the time that it took now."""
@@ -458,29 +543,34 @@ class Graph:
         return sorted(found, key=lambda replica: msgspec.structs.astuple(found[replica]))[::-1]
 
     async def _generate(
-        self, request: InferenceRequest, info: ModelInfo, outcome: CacheOutcome, started_s: float
+        self, request: InferenceRequest, info: ModelInfo, found: _Found, started_s: float
     ) -> Stream:
         if len(self._live) >= self._limits.max_pending:
             limit = self._limits.max_pending
             raise Overloaded(
                 f"{limit} requests are running or waiting, the limit", limit=limit, retry_after_s=1
             )
-        generation = self._new_generation(request, info, started_s)
+        self._checks.step_aside()
+        generation = self._new_generation(request, info, started_s, found)
         try:
             await generation.start()
         except BaseException:
             self._live.pop(generation.name, None)
             raise
         token = self._tokens.sign(request.request_id, generation.replica, request.tenant)
-        return self._stream_of(generation, outcome, token)
+        return self._stream_of(generation, found.outcome, token)
 
     def _new_generation(
-        self, request: InferenceRequest, info: ModelInfo, started_s: float
+        self,
+        request: InferenceRequest,
+        info: ModelInfo,
+        started_s: float,
+        found: _Found | None = None,
     ) -> Generation:
         def before_end(ended: Generation, terminal: Terminal) -> None:
             self._live.pop(ended.name, None)
             self.failovers_total += ended.failovers
-            self._begin_store(ended, info, terminal)
+            self._begin_store(ended, info, terminal, found or _Found(CacheOutcome()))
 
         generation = self._live[request.request_id] = Generation(
             request,
@@ -494,6 +584,53 @@ class Graph:
             before_end=before_end,
         )
         return generation
+
+    def _new_check(self, request: InferenceRequest) -> Generation:
+        """A generation that no client waits for."""
+        return Generation(
+            request,
+            self._bus,
+            self._model,
+            CHECK_LIMITS,
+            clock=self._clock,
+            spawn=self._spawn,
+            started_s=self._clock(),
+            replicas=lambda: self._board.replicas,
+        )
+
+    async def _report_check(self, check: wire.Check, stored: bytes, given: bytes) -> None:
+        """Has the cache compare two answers; one that was wrong is condemned everywhere."""
+        assert self._cache is not None
+        call = wire.CheckCall(check=check, stored=stored, given=given)
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            reply = wire.decode_check_reply(await self._cache.check(wire.encode(call)))
+            if reply.agreement == "wrong":
+                which = wire.EntryQuery(id=check.id)
+                await self.manage_cache(wire.ManageCall(action="quarantine", which=which))
+
+    async def manage_cache(self, call: wire.ManageCall) -> list[Any]:
+        """What each cache replica replies to an operator.
+
+        Raises:
+            ServingError: it is refused, or the cache is off or does not answer.
+        """
+        if self._cache is None:
+            raise InvalidRequest("the cache is off")
+        try:
+            replies = [
+                msgspec.json.decode(raw) for raw in await self._cache.manage(wire.encode(call))
+            ]
+        except Exception as error:
+            logger.warning("the cache does not do as it is told: %r", error)
+            raise Overloaded("the cache does not answer", retry_after_s=1) from error
+        if not replies:
+            raise Overloaded("no cache replica is ready", retry_after_s=1)
+        for reply in replies:
+            if "refused" in reply:
+                raise InvalidRequest(**reply["refused"])
+        if self._front is not None and call.action in ("delete", "feedback", "quarantine"):
+            self._front.clear()
+        return [reply["done"] for reply in replies]
 
     def _stream_of(self, generation: Generation, outcome: CacheOutcome, token: str) -> Stream:
         accepted = generation.accepted
@@ -516,7 +653,9 @@ class Graph:
         task.add_done_callback(self._background.discard)
         return task
 
-    def _begin_store(self, generation: Generation, info: ModelInfo, terminal: Terminal) -> None:
+    def _begin_store(
+        self, generation: Generation, info: ModelInfo, terminal: Terminal, found: _Found
+    ) -> None:
         """Starts to keep an answer that ended by itself or at its limit, if it may be reused.
 
         No client waits for it, but whoever asks the same again at once does: they
@@ -524,14 +663,19 @@ class Graph:
         """
         request = generation.request
         is_whole = terminal.finish_reason in ("stop", "length")
-        if self._cache is None or not is_whole or not is_cacheable(request):
-            return
-        if generation.accepted is None or generation.accepted.revision != info.revision:
-            # In mid-rollout another model has answered than the one we were told of.
+        revision = None if generation.accepted is None else generation.accepted.revision
+        # In mid-rollout another model may have answered than the one we were told of.
+        is_ours = is_whole and revision == info.revision
+        if self._cache is None or not is_ours or not is_cacheable(request):
+            if found.check is not None:
+                self._checks.drop("interrupted")
             return
         stored = wire.StoredStream(deltas=generation.log.deltas, terminal=terminal)
         packed = wire.encode(stored)
-        self._hold(request, info.revision, stored, len(packed), 0.0)
+        if found.check is not None and found.check.stored is not None:
+            self._checks.report(found.check, found.check.stored, packed)
+        kept = Kept(stored, found.outcome.id)
+        self._hold(request, info.revision, kept, len(packed), 0.0)
         if self._breaker.state != "closed":
             return
         call = wire.StoreCall(
@@ -585,6 +729,12 @@ class Graph:
         except Exception as error:
             logger.warning("model call failed: %r", error)
             raise Overloaded("no model replica is ready", retry_after_s=1) from error
+
+
+def _unless_refused(reply: Reply) -> Reply:
+    if reply.refused is not None:
+        raise ServingError.from_info(reply.refused)
+    return reply
 
 
 def _question(request: InferenceRequest) -> str:

@@ -16,6 +16,8 @@ from ray.serve.exceptions import RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.account_store import open_store
+from app.cache_routes import is_loopback
 from app.front_cache import FrontCache
 from app.generation import FailoverLimits
 from app.graph import Graph, GraphLimits
@@ -32,6 +34,7 @@ from deployments.work_meter import WorkMeter
 MAX_ONGOING_REQUESTS = 100_000
 """Far above our own caps: past Serve's limit a handshake hangs and a probe is refused."""
 STATS_TIMEOUT_S = 2.0
+MANAGE_TIMEOUT_S = 10.0
 INGRESS = "Ingress"
 """Name of the deployment."""
 NOTICE_S = 1.0
@@ -70,6 +73,9 @@ class ModelHandle:
 
     async def warm(self, payload: bytes, route: Route) -> None:
         await self._handle.warm.remote(payload, route=route)
+
+    async def tokenize(self, payload: bytes) -> bytes:
+        return cast(bytes, await self._handle.tokenize.remote(payload))
 
     def bus(self, ingress: str, positions: dict[str, int], replica: str) -> MessageStream:
         route = Route(replica=replica)
@@ -115,12 +121,26 @@ class CacheHandle:
     async def store(self, payload: bytes) -> None:
         await self._handle.store.remote(payload)
 
+    async def embed(self, payload: bytes) -> bytes:
+        return cast(bytes, await self._handle.embed.remote(payload))
+
+    async def check(self, payload: bytes) -> bytes:
+        return cast(bytes, await self._handle.check.remote(payload))
+
+    async def manage(self, payload: bytes) -> list[bytes]:
+        return await _every_replica(self._handle, "manage", payload, timeout_s=MANAGE_TIMEOUT_S)
+
+    async def epochs(self) -> list[str]:
+        return await _every_replica(self._handle, "epoch")
+
     async def stats(self) -> list[dict[str, Any]]:
         return await _every_replica(self._handle, "stats")
 
 
-async def _every_replica(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:
-    return list(await handle.broadcast(method, *args).results_async(timeout_s=STATS_TIMEOUT_S))
+async def _every_replica(
+    handle: DeploymentHandle, method: str, *args: Any, timeout_s: float = STATS_TIMEOUT_S
+) -> list[Any]:
+    return list(await handle.broadcast(method, *args).results_async(timeout_s=timeout_s))
 
 
 class IngressReplica:
@@ -140,6 +160,7 @@ class IngressReplica:
         self._name, self._app_name = replica, context.app_name
         # A replica that is started again keeps nothing of what its name followed before.
         ingress = f"{replica}-{uuid.uuid4().hex[:8]}"
+        self._is_on_loopback = _serves_on_loopback()
         self._tickets = Tickets(resume_key, ingress, ask=self._spend_elsewhere)
         self._graph = Graph(
             ModelHandle(model),
@@ -151,9 +172,17 @@ class IngressReplica:
             front=_front(settings),
         )
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    async def __serve_build_asgi_app__(self) -> FastAPI:
         self._meter = WorkMeter()
-        self._web = Web(self._graph, self._settings, self._peer_stats, self._tickets)
+        self._web = Web(
+            self._graph,
+            self._settings,
+            self._peer_stats,
+            self._tickets,
+            is_on_loopback=self._is_on_loopback,
+            store=open_store(self._settings.accounts, self._settings.home),
+        )
+        await self._web.start()
         self._web.app.add_middleware(WithoutRequestId)
         self._watch = asyncio.get_running_loop().create_task(self._watch_for_the_end())
         return self._web.app
@@ -225,6 +254,19 @@ async def _until(board: ReplicaBoard, holds: Callable[[], bool]) -> None:
             changed.clear()
     finally:
         unsubscribe()
+
+
+def _serves_on_loopback() -> bool:
+    """Whether Serve's HTTP side listens on this machine only.
+
+    An ingress cannot tell from a connection: behind HAProxy everyone comes from this machine.
+    """
+    try:
+        host = serve.context._get_global_client().http_config.host
+    except Exception as error:
+        logger.warning("it is not known where Serve listens: %r", error)
+        return False
+    return host is not None and is_loopback(host)
 
 
 def _front(settings: Settings) -> FrontCache | None:

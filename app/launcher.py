@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from app.cache_routes import is_loopback
 from app.settings import Settings, SettingsError, parse_settings
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,12 @@ def base_url(config: Mapping[str, Any]) -> str:
     host = f"[{host}]" if ":" in host else host
     prefix = str(config["applications"][0].get("route_prefix") or "/").rstrip("/")
     return f"http://{host}:{http.get('port', 8000)}{prefix}"
+
+
+def is_on_loopback(config: Mapping[str, Any]) -> bool:
+    """Whether nobody but this machine can reach the server that a config file describes."""
+    # Serve listens everywhere where a file names no host.
+    return is_loopback(str((config.get("http_options") or {}).get("host", "0.0.0.0")))
 
 
 def check_port(url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import secrets
 from pathlib import Path
@@ -15,15 +16,17 @@ from ray.serve.config import RequestRouterConfig
 
 from app.ingress import IngressDeployment
 from app.model_bus import RENEW_S
-from app.settings import ModelSettings, Settings, SettingsError, parse_settings
+from app.settings import CacheSettings, ModelSettings, Settings, SettingsError, parse_settings
+from cache.budget import BudgetConfig
 from cache.prompt_cache import CacheConfig
 from deployments.autoscaling import AlertSettings, autoscaling_config
+from deployments.cache_store import StoreSpec
 from deployments.engine.build import EngineSpec
 from deployments.engine.config import EngineConfig
 from deployments.engine.weights import ModelFolder, resolve
 from deployments.model import ModelDeployment, ModelSpec
 from deployments.model_service import BusLeases
-from deployments.prompt_cache import CacheSpec, PromptCacheDeployment
+from deployments.prompt_cache import VERIFIER_EMBEDDER, CacheSpec, PromptCacheDeployment
 from deployments.scaling import ScalingRules, SurgeRule
 from deployments.wire import ModelInfo
 
@@ -60,7 +63,8 @@ def app(args: dict[str, Any]) -> Application:
 
 def dev(args: dict[str, Any]) -> Application:
     """The same graph on the mock model: `make dev` runs it with auto-reload."""
-    return app({"model": {"backend": "mock"}, "cache": {"semantic": False}} | args)
+    cache = {"semantic": False, "store": {"kind": "memory"}}
+    return app({"model": {"backend": "mock"}, "cache": cache} | args)
 
 
 def _model(settings: Settings) -> Application:
@@ -71,6 +75,7 @@ def _model(settings: Settings) -> Application:
         config = EngineConfig(
             max_num_seqs=model.max_num_seqs,
             max_num_batched_tokens=model.max_num_batched_tokens,
+            prefill_slowdown=model.prefill_slowdown,
             max_waiting=model.max_waiting,
             max_waiting_tokens=model.max_waiting_tokens,
             max_model_len=min(model.max_model_len or context_length, context_length),
@@ -223,8 +228,38 @@ def _prompt_cache(settings: Settings) -> Application:
         epoch=cache.epoch,
         embed_timeout_s=cache.embed_timeout_s,
         log_level=settings.log_level,
+        store=_store(settings),
+        budget=_budget(cache),
     )
-    return PromptCacheDeployment.options(ray_actor_options={"num_cpus": SMALL_CPUS}).bind(spec)
+    return PromptCacheDeployment.options(
+        num_replicas=cache.num_replicas, ray_actor_options={"num_cpus": SMALL_CPUS}
+    ).bind(spec)
+
+
+def _store(settings: Settings) -> StoreSpec:
+    cache, store = settings.cache, settings.cache.store
+    if store.kind == "redis" and importlib.util.find_spec("redis") is None:
+        raise SettingsError(
+            "cache.store.kind is redis, whose client is not installed: "
+            "pip install 'seedance[redis]'"
+        )
+    return StoreSpec(
+        kind=store.kind,
+        folder=settings.home / "cache",
+        path=store.path,
+        url=store.url or "",
+        name=store.name or "",
+        # Twice what the replicas count: records of one that died end by themselves.
+        max_bytes=2 * cache.num_replicas * (cache.max_bytes + cache.cold_bytes),
+        timeout_s=cache.lookup_timeout_s,
+    )
+
+
+def _budget(cache: CacheSettings) -> BudgetConfig | None:
+    """How much the verifier may get wrong; None where it cannot be used."""
+    if cache.verifier == "off" or cache.embedder != VERIFIER_EMBEDDER:
+        return None
+    return BudgetConfig(max_wrong_rate=cache.max_wrong_rate, check_rate=cache.check_rate)
 
 
 def _prepared(settings: Settings, name: str) -> ModelFolder:

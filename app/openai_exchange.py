@@ -2,7 +2,7 @@
 
 An `Exchange` is the response object that a route returns. It owns the streams
 from the first call to the graph on: however it ends, by the last token, an
-error, a client that left or a cancelled task, each of them is cancelled.
+error, a client that left or a cancelled task, its source gets each of them back.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from app.openai_errors import error_reply, report_incident
-from app.openai_replies import Writer, cache_header, total_usage
+from app.openai_errors import report_incident
+from app.openai_replies import Event, Writer, cache_header, total_usage
 from app.openai_requests import Plan
+from app.openai_source import OPENING_SEQ, Source
 from app.outcomes import RequestRecord
-from app.serving import Stream, StreamOpener
-from protocol.errors import InternalError, Overloaded, ServingError
+from app.serving import Stream
+from protocol.errors import InternalError, Overloaded, Replaced, ServingError
 from protocol.token_log import Cursor, TokenLog
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 BURST = 128
 """Deltas of one choice that are encoded in one go."""
 HEARTBEAT = b": ping\n\n"
-DONE = b"data: [DONE]\n\n"
 
 
 class _ClientLeft(Exception):
@@ -51,7 +50,7 @@ class Exchange(Response):
 
     def __init__(
         self,
-        opener: StreamOpener,
+        source: Source,
         plan: Plan,
         writer: Writer,
         *,
@@ -65,7 +64,8 @@ class Exchange(Response):
         super().__init__()
         self._live = live
         self._record = record
-        self._opener = opener
+        self._source = source
+        source.on_replaced = self._replaced
         self._plan = plan
         self._writer = writer
         self._name = name
@@ -74,6 +74,8 @@ class Exchange(Response):
         self._clock = clock
         self._slots: list[Stream | None] = [None] * len(plan.requests)
         self._is_over = False
+        self._changed = asyncio.Event()
+        self._early: ServingError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the exchange.
@@ -106,17 +108,24 @@ class Exchange(Response):
             self._live.discard(self)
             self._is_over = True
             self._record.ended(has_left=end == "cancelled", n=self._plan.n)
-            self.cut()
+            for stream in self._slots:
+                if stream is not None:
+                    self._source.leave(stream, has_all=end == "done")
             answer.cancel()
             departure.cancel()
             self._log_end(end, self._clock() - started_s)
             await asyncio.gather(answer, departure, return_exceptions=True)
 
     def cut(self) -> None:
-        """Stops the computation: a client that still listens is told to try again."""
-        for stream in self._slots:
-            if stream is not None:
-                _cancel(stream)
+        """Ends it: a client that still listens is told to try again."""
+        self._end_early(Overloaded("the server ends this request: try again", retry_after_s=1))
+
+    def _replaced(self) -> None:
+        self._end_early(Replaced("another request has taken this stream over"))
+
+    def _end_early(self, error: ServingError) -> None:
+        self._early = error
+        self._changed.set()
 
     async def _answer(self, send: Send) -> str:
         await _all_of(self._open(index) for index in range(len(self._slots)))
@@ -124,19 +133,34 @@ class Exchange(Response):
         if len(streams) < len(self._slots):
             raise Overloaded("the request was dropped before it started", retry_after_s=1)
         self._record.opened(streams)
+        if self._source.resumed_as is not None:
+            self._writer.rename(self._source.resumed_as)
+        self._writer.begin(streams)
         if self._plan.is_stream:
             return await self._send_events(streams, send)
         await self._send_whole(streams, send)
         return "done"
 
     async def _open(self, index: int) -> None:
-        stream = await self._opener.open_stream(self._plan.requests[index])
+        stream = await self._source.open(self._plan.requests[index])
         self._slots[index] = stream
         if self._is_over:
-            _cancel(stream)
+            self._source.leave(stream, has_all=False)
 
     async def _send_whole(self, streams: Sequence[Stream], send: Send) -> None:
-        await _all_of(_ended(stream.log) for stream in streams)
+        unsubscribes = [stream.log.subscribe(self._changed.set) for stream in streams]
+        try:
+            while not all(stream.log.terminal for stream in streams):
+                self._changed.clear()
+                for stream in streams:
+                    raise_failure(stream.log)
+                self._raise_early()
+                await self._changed.wait()
+        finally:
+            for unsubscribe in unsubscribes:
+                unsubscribe()
+        for stream in streams:
+            raise_failure(stream.log)
         logs = [stream.log for stream in streams]
         body = self._writer.whole(logs, total_usage(logs, n=self._plan.n))
         headers = {"content-type": "application/json", "content-length": str(len(body))}
@@ -144,53 +168,58 @@ class Exchange(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, streams: Sequence[Stream], send: Send) -> str:
-        changed = asyncio.Event()
-        unsubscribes = [stream.log.subscribe(changed.set) for stream in streams]
+        unsubscribes = [stream.log.subscribe(self._changed.set) for stream in streams]
         try:
-            await self._first_record(streams, changed)
+            await self._first_record(streams)
             headers = {
                 "content-type": "text/event-stream; charset=utf-8",
                 "cache-control": "no-store",
                 "x-accel-buffering": "no",
             }
             await send(self._start(streams, headers))
-            end = await self._pump(streams, changed, send)
+            end = await self._pump(streams, send)
             await send({"type": "http.response.body", "body": b""})
             return end
         finally:
             for unsubscribe in unsubscribes:
                 unsubscribe()
 
-    async def _first_record(self, streams: Sequence[Stream], changed: asyncio.Event) -> None:
+    async def _first_record(self, streams: Sequence[Stream]) -> None:
         """Waits for the first delta or end of any stream, at most for one heartbeat.
 
         Raises:
             ServingError: a stream failed before its first token; the status can still say so.
         """
         if not any(stream.log.terminal or stream.log.next_seq for stream in streams):
-            await _wait(changed, self._heartbeat_s)
+            await _wait(self._changed, self._heartbeat_s)
+        self._raise_early()
         for stream in streams:
             if stream.log.next_seq == 0:
-                _raise_failure(stream.log)
+                raise_failure(stream.log)
 
-    async def _pump(self, streams: Sequence[Stream], changed: asyncio.Event, send: Send) -> str:
+    async def _pump(self, streams: Sequence[Stream], send: Send) -> str:
         """Sends events until every choice has ended, or one has failed; returns how it ended."""
         cursors = {index: stream.log.cursor() for index, stream in enumerate(streams)}
-        events = [self._writer.opening(index) for index in cursors]
+        lines: list[bytes] = []
+        for index in cursors:
+            self._add(lines, self._writer.opening(index), OPENING_SEQ)
         try:
             while cursors:
-                changed.clear()
-                has_moved = self._collect(cursors, events)
-                if any(events):
-                    lines, events = _event_lines(events), []
-                    await _send_part(send, lines)
+                self._changed.clear()
+                has_moved = self._collect(cursors, lines)
+                if any(lines):
+                    part, lines = b"".join(lines), []
+                    await _send_part(send, part)
+                self._raise_early()
                 if has_moved:
                     # A long replay shares the loop: others run between its bursts.
                     await asyncio.sleep(0)
-                elif not await _wait(changed, self._heartbeat_s):
+                elif not await _wait(self._changed, self._heartbeat_s):
                     await _send_part(send, HEARTBEAT)
-            usage = total_usage([stream.log for stream in streams], n=self._plan.n)
-            await _send_part(send, _event_lines([self._writer.usage(usage)]) + DONE)
+            logs = [stream.log for stream in streams]
+            written = self._writer.usage(total_usage(logs, n=self._plan.n))
+            self._add(lines, written, logs[0].next_seq + 1)
+            await _send_part(send, b"".join(lines) + self._writer.last_line)
             return "done"
         except _ClientLeft:
             raise
@@ -198,29 +227,37 @@ class Exchange(Response):
             # The status is out, so the body has to tell; text that came before it stays.
             error = exc if isinstance(exc, ServingError) else report_incident(exc)
             self._record.failed(error)
-            events.append(msgspec.json.encode(error_reply(error)))
-            await _send_part(send, _event_lines(events))
+            self._add(lines, self._writer.failure(error), streams[0].log.next_seq)
+            await _send_part(send, b"".join(lines))
             return error.code
 
-    def _collect(self, cursors: dict[int, Cursor], events: list[bytes | None]) -> bool:
-        """Moves what is new into `events`, and finished choices out of `cursors`.
+    def _collect(self, cursors: dict[int, Cursor], lines: list[bytes]) -> bool:
+        """Moves what is new into `lines`, and finished choices out of `cursors`.
 
         Returns: whether there was anything new.
 
         Raises:
-            ServingError: a choice failed; `events` holds what came before.
+            ServingError: a choice failed; `lines` holds what came before.
         """
         has_moved = False
         for index, cursor in tuple(cursors.items()):
             deltas = cursor.take(BURST)
-            events += [self._writer.piece(index, delta) for delta in deltas]
+            for delta in deltas:
+                self._add(lines, self._writer.piece(index, delta), delta.seq)
             has_moved |= bool(deltas)
             if cursor.is_at_end:
                 del cursors[index]
-                _raise_failure(cursor.log)
-                events.append(self._writer.closing(index, cursor.log))
+                raise_failure(cursor.log)
+                self._add(lines, self._writer.closing(index, cursor.log), cursor.log.next_seq)
                 has_moved = True
         return has_moved
+
+    def _add(self, lines: list[bytes], events: Sequence[Event], seq: int) -> None:
+        lines += [self._source.line(event, seq) for event in events]
+
+    def _raise_early(self) -> None:
+        if self._early is not None:
+            raise self._early
 
     def _start(self, streams: Sequence[Stream], headers: dict[str, str]) -> Message:
         headers["x-request-id"] = self._name
@@ -260,19 +297,7 @@ async def _all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:
         raise failures.exceptions[0] from None
 
 
-async def _ended(log: TokenLog) -> None:
-    """Waits for the end of a log.
-
-    Raises:
-        ServingError: it did not end well.
-    """
-    cursor = log.cursor()
-    while await cursor.wait():
-        pass
-    _raise_failure(log)
-
-
-def _raise_failure(log: TokenLog) -> None:
+def raise_failure(log: TokenLog) -> None:
     """Raises what ended the log, if that was a failure."""
     terminal = log.terminal
     if terminal is None:
@@ -284,14 +309,6 @@ def _raise_failure(log: TokenLog) -> None:
         raise Overloaded("the server cancelled this request before its end", retry_after_s=1)
     if terminal.finish_reason == "error":
         raise InternalError("the generation failed")
-
-
-def _cancel(stream: Stream) -> None:
-    try:
-        stream.cancel()
-    except Exception:
-        # One that cannot be cancelled must not keep the others running.
-        logger.exception("request %s could not be cancelled", stream.request.request_id)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
@@ -318,10 +335,6 @@ def _guarded(send: Send, unread_timeout_s: float) -> Send:
             raise _ClientLeft from exc
 
     return guarded
-
-
-def _event_lines(events: Iterable[bytes | None]) -> bytes:
-    return b"".join(b"data: %b\n\n" % event for event in events if event is not None)
 
 
 async def _send_part(send: Send, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""From logs to OpenAI's JSON: whole replies, and the chunks of an event stream.
+"""What all replies of the API have in common: heading, events, finish reason, usage, cache header.
 
 Knows nothing of HTTP. A writer belongs to one exchange: id, time and model are
 the same in everything it writes.
@@ -8,33 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from app.openai_types import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprobs,
-    ChatTokenLogprob,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    FinishReason,
-    PromptTokensDetails,
-    ReplyMessage,
-    TopLogprob,
-    Usage,
-)
-from protocol.token_log import CacheOutcome, TokenDelta, TokenLog, TokenLogprob
+from app.openai_errors import error_reply
+from app.openai_types import FinishReason, PromptTokensDetails, Usage
+from app.serving import Stream
+from protocol.errors import ServingError
+from protocol.token_log import CacheOutcome, TokenDelta, TokenLog
 from protocol.token_log import Usage as LogUsage
 
-REPLACEMENT_CHARACTER = "\ufffd"
+DONE = b"data: [DONE]\n\n"
 
-_encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,163 +34,94 @@ class Heading:
     revision: str
 
 
+def bare_id(reply_id: str) -> str:
+    """A reply's id without its kind, to name its parts after it."""
+    return reply_id[max(reply_id.find("-"), reply_id.find("_")) + 1 :]
+
+
+class Event(NamedTuple):
+    """One event of a stream, as JSON; `name` is for formats that name theirs beside the data."""
+
+    data: bytes
+    name: str = ""
+
+
 class Writer(Protocol):
     """Puts the answers of one exchange into JSON; `index` is the choice."""
+
+    last_line: bytes
+    """Ends an event stream that went well."""
+
+    def begin(self, streams: Sequence[Stream]) -> None:
+        """The streams are open; comes before all that follows."""
+        ...
+
+    def rename(self, reply_id: str) -> None:
+        """The reply goes on under the name that it was begun with."""
+        ...
 
     def whole(self, logs: Sequence[TokenLog], usage: Usage) -> bytes:
         """The one reply to a plain request; every log has ended well."""
         ...
 
-    def opening(self, index: int) -> bytes | None:
-        """The chunk before the first piece, where the format has one."""
+    def opening(self, index: int) -> list[Event]:
+        """What comes before the first piece, where the format has it."""
         ...
 
-    def piece(self, index: int, delta: TokenDelta) -> bytes | None:
-        """The chunk for `delta`; None when there is nothing to show."""
+    def piece(self, index: int, delta: TokenDelta) -> list[Event]:
+        """What tells of `delta`; nothing when there is nothing to show."""
         ...
 
-    def closing(self, index: int, log: TokenLog) -> bytes:
-        """The one chunk with a finish reason."""
+    def closing(self, index: int, log: TokenLog) -> list[Event]:
+        """The end of a choice, with its finish reason."""
         ...
 
-    def usage(self, usage: Usage) -> bytes | None:
-        """The chunk after the last choice, when the client asked for it."""
+    def usage(self, usage: Usage) -> list[Event]:
+        """What comes after the last choice."""
+        ...
+
+    def failure(self, error: ServingError) -> list[Event]:
+        """The end of a stream that failed in its middle."""
         ...
 
 
-class ChatWriter:
-    """Writes `chat.completion` and `chat.completion.chunk` objects."""
+class UsageCounter:
+    """Usage so far, for every chunk of a stream that asks for it."""
 
-    def __init__(self, heading: Heading, *, include_usage: bool = False) -> None:
-        self._heading = heading
-        self._include_usage = include_usage
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._prompt_tokens = 0
+        self._completion_tokens: dict[int, int] = {}
 
-    def whole(self, logs: Sequence[TokenLog], usage: Usage) -> bytes:
-        heading = self._heading
-        return _encode(
-            ChatCompletion(
-                id=heading.id,
-                created=heading.created,
-                model=heading.model,
-                system_fingerprint=heading.revision,
-                choices=[
-                    ChatChoice(
-                        index=index,
-                        message=ReplyMessage(content=log.text),
-                        logprobs=_chat_logprobs(log.deltas),
-                        finish_reason=finish_reason(log),
-                    )
-                    for index, log in enumerate(logs)
-                ],
-                usage=usage,
-            )
-        )
+    def begin(self, streams: Sequence[Stream]) -> None:
+        for stream in streams[:: self._n]:
+            terminal = stream.log.terminal
+            known = 0 if terminal is None else terminal.usage.prompt_tokens
+            self._prompt_tokens += known or stream.prompt_tokens
 
-    def opening(self, index: int) -> bytes | None:
-        delta = ChatDelta(role="assistant", content="")
-        return self._chunk([ChatChunkChoice(index=index, delta=delta)])
+    def count(self, index: int, num_tokens: int) -> None:
+        self._completion_tokens[index] = num_tokens
 
-    def piece(self, index: int, delta: TokenDelta) -> bytes | None:
-        if not delta.text and not delta.logprobs:
-            return None
-        return self._chunk(
-            [
-                ChatChunkChoice(
-                    index=index,
-                    delta=ChatDelta(content=delta.text),
-                    logprobs=_chat_logprobs([delta]),
-                )
-            ]
-        )
-
-    def closing(self, index: int, log: TokenLog) -> bytes:
-        return self._chunk(
-            [ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish_reason(log))]
-        )
-
-    def usage(self, usage: Usage) -> bytes | None:
-        return self._chunk([], usage) if self._include_usage else None
-
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
-        heading = self._heading
-        return _encode(
-            ChatChunk(
-                id=heading.id,
-                created=heading.created,
-                model=heading.model,
-                system_fingerprint=heading.revision,
-                choices=choices,
-                usage=usage if self._include_usage else msgspec.UNSET,
-            )
+    @property
+    def usage(self) -> Usage:
+        completion_tokens = sum(self._completion_tokens.values())
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=self._prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(),
         )
 
 
-class CompletionWriter:
-    """Writes `text_completion` objects, which are their own chunks."""
-
-    def __init__(self, heading: Heading, *, include_usage: bool = False) -> None:
-        self._heading = heading
-        self._include_usage = include_usage
-        self._lengths: dict[int, int] = {}
-
-    def whole(self, logs: Sequence[TokenLog], usage: Usage) -> bytes:
-        return self._object(
-            [
-                CompletionChoice(
-                    index=index,
-                    text=log.text,
-                    logprobs=_completion_logprobs(log.deltas, offset=0),
-                    finish_reason=finish_reason(log, has_tools=False),
-                )
-                for index, log in enumerate(logs)
-            ],
-            usage,
-        )
-
-    def opening(self, index: int) -> bytes | None:
-        return None
-
-    def piece(self, index: int, delta: TokenDelta) -> bytes | None:
-        if not delta.text and not delta.logprobs:
-            return None
-        offset = self._lengths.get(index, 0)
-        self._lengths[index] = offset + len(delta.text)
-        logprobs = _completion_logprobs([delta], offset=offset)
-        return self._chunk([CompletionChoice(index=index, text=delta.text, logprobs=logprobs)])
-
-    def closing(self, index: int, log: TokenLog) -> bytes:
-        reason = finish_reason(log, has_tools=False)
-        return self._chunk([CompletionChoice(index=index, text="", finish_reason=reason)])
-
-    def usage(self, usage: Usage) -> bytes | None:
-        return self._chunk([], usage) if self._include_usage else None
-
-    def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
-        return self._object(choices, usage if self._include_usage else msgspec.UNSET)
-
-    def _object(
-        self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None
-    ) -> bytes:
-        heading = self._heading
-        return _encode(
-            Completion(
-                id=heading.id,
-                created=heading.created,
-                model=heading.model,
-                system_fingerprint=heading.revision,
-                choices=choices,
-                usage=usage,
-            )
-        )
+def failure_events(error: ServingError) -> list[Event]:
+    """An error object as the one event after which nothing comes."""
+    return [Event(encode(error_reply(error)))]
 
 
-def finish_reason(log: TokenLog, *, has_tools: bool = True) -> FinishReason:
+def finish_reason(log: TokenLog) -> FinishReason:
     """The finish reason of a log that ended well, in the words of the API."""
     assert log.terminal is not None
-    reason = log.terminal.finish_reason
-    if reason == "length":
-        return "length"
-    return "tool_calls" if reason == "tool_calls" and has_tools else "stop"
+    return "length" if log.terminal.finish_reason == "length" else "stop"
 
 
 def total_usage(logs: Sequence[TokenLog], *, n: int) -> Usage:
@@ -247,75 +165,3 @@ def cache_header(outcomes: Sequence[CacheOutcome]) -> str:
 def _token(text: str) -> str:
     """`text` as one word that may stand in a header."""
     return "".join(char if char.isascii() and char.isalnum() else "_" for char in text)
-
-
-def _chat_logprobs(deltas: Sequence[TokenDelta]) -> ChatLogprobs | None:
-    entries = _entries(deltas)
-    if entries is None:
-        return None
-    return ChatLogprobs(
-        content=[
-            ChatTokenLogprob(
-                token=entry.token,
-                logprob=entry.logprob,
-                bytes=_bytes_of(entry.token),
-                top_logprobs=[
-                    TopLogprob(token=token, logprob=logprob, bytes=_bytes_of(token))
-                    for _, token, logprob in entry.top
-                ],
-            )
-            for entry in entries
-        ]
-    )
-
-
-def _completion_logprobs(deltas: Sequence[TokenDelta], *, offset: int) -> CompletionLogprobs | None:
-    entries = _entries(deltas)
-    if entries is None:
-        return None
-    return CompletionLogprobs(
-        tokens=[entry.token for entry in entries],
-        token_logprobs=[entry.logprob for entry in entries],
-        top_logprobs=[_best(entry) for entry in entries],
-        text_offset=list(_offsets(deltas, offset)),
-    )
-
-
-def _entries(deltas: Sequence[TokenDelta]) -> list[TokenLogprob] | None:
-    if all(delta.logprobs is None for delta in deltas):
-        return None
-    return [entry for delta in deltas for entry in delta.logprobs or ()]
-
-
-def _best(entry: TokenLogprob) -> dict[str, float]:
-    """The alternatives by their text, the token itself among them.
-
-    Tokens that are only parts of a character share one text: the likeliest is kept.
-    """
-    best: dict[str, float] = {}
-    for _, token, logprob in entry.top:
-        best.setdefault(token, logprob)
-    best.setdefault(entry.token, entry.logprob)
-    return best
-
-
-def _offsets(deltas: Sequence[TokenDelta], offset: int) -> list[int]:
-    """Where each token begins in the text of its choice, in code points.
-
-    Within one delta the tokens' own texts are counted, but never past its end: where
-    tokens are parts of a character, their texts are longer than what they make.
-    """
-    offsets = []
-    for delta in deltas:
-        end = offset + len(delta.text)
-        place = offset
-        for entry in delta.logprobs or ():
-            offsets.append(min(place, end))
-            place += len(entry.token)
-        offset = end
-    return offsets
-
-
-def _bytes_of(token: str) -> list[int] | None:
-    """UTF-8 of a token; None where its text stands for bytes that are no whole character."""
-    return None if REPLACEMENT_CHARACTER in token else list(token.encode("utf-8", "replace"))

@@ -12,31 +12,38 @@ from typing import Any, cast, get_args
 
 import msgspec
 
+from app.openai_tools import CLOSE, ToolPlan, plan_tools
 from app.openai_types import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
     CompletionBody,
     GenerationBody,
     ResponseFormat,
-    Tool,
 )
 from protocol.errors import InvalidRequest
 from protocol.parse import convert_fields, inference_request
 from protocol.request import SEED_MAX, SEED_MIN, CachePolicy, InferenceRequest
 
 CACHE_CONTROL_HEADER = "x-seedance-cache-control"
+NO_TOOLS = ToolPlan()
 MAX_CHOICES = 64
 """Answers of one request, over all its prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one HTTP request asks for; `requests` holds the `n` of one prompt next to each other."""
+    """What one HTTP request asks for; `requests` holds the `n` of one prompt next to each other.
+
+    Args:
+        counts_usage: every chunk tells the usage so far.
+    """
 
     requests: tuple[InferenceRequest, ...]
     n: int
     is_stream: bool
-    include_usage: bool
+    include_usage: bool = False
+    counts_usage: bool = False
+    tools: ToolPlan = NO_TOOLS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +87,41 @@ def plan_chat(body: ChatBody, caller: Caller) -> Plan:
         InvalidRequest: `param` names the field at fault.
     """
     _refuse_unsupported_chat(body)
-    fields = _fields(body) | {
-        "tools": _tools(body),
-        "tool_choice": _tool_choice(body),
-        "response_format": _response_format(body),
+    tools = plan_tools(body.tools, body.tool_choice)
+    fields = _fields(body) | tool_fields(
+        tools,
+        response_format=_response_format(body),
+        stop=body.stop,
+        is_parallel=body.parallel_tool_calls is not False,
+    )
+    return _plan(body, caller, [inference_request(fields, **_identity(caller))], tools)
+
+
+def tool_fields(
+    tools: ToolPlan,
+    *,
+    response_format: dict[str, Any] | None,
+    stop: str | list[str] | None,
+    is_parallel: bool,
+) -> dict[str, Any]:
+    """The fields of a request that its tools have a say in.
+
+    Raises:
+        InvalidRequest: a call and another format are asked for at the same time.
+    """
+    if tools.response_format is not None and response_format is not None:
+        raise InvalidRequest(
+            "tool_choice forces a call, which response_format excludes", param="tool_choice"
+        )
+    if tools.parsing == "marked" and not is_parallel:
+        # The answer ends where another call could begin.
+        stop = [*([stop] if isinstance(stop, str) else stop or ()), CLOSE]
+    return {
+        "tools": tools.tools,
+        "tool_choice": tools.tool_choice,
+        "response_format": response_format or tools.response_format,
+        "stop": stop,
     }
-    return _plan(body, caller, [inference_request(fields, **_identity(caller))])
 
 
 def plan_completion(body: CompletionBody, caller: Caller) -> Plan:
@@ -110,10 +146,16 @@ def plan_completion(body: CompletionBody, caller: Caller) -> Plan:
     return _plan(body, caller, requests)
 
 
-def _plan(body: GenerationBody, caller: Caller, prompts: Sequence[InferenceRequest]) -> Plan:
+def _plan(
+    body: GenerationBody,
+    caller: Caller,
+    prompts: Sequence[InferenceRequest],
+    tools: ToolPlan | None = None,
+) -> Plan:
     n = body.n or 1
     is_stream = bool(body.stream)
-    if body.stream_options is not None and not is_stream:
+    options = body.stream_options
+    if options is not None and not is_stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     if n * len(prompts) > MAX_CHOICES:
         raise InvalidRequest(
@@ -133,7 +175,9 @@ def _plan(body: GenerationBody, caller: Caller, prompts: Sequence[InferenceReque
         requests=tuple(requests),
         n=n,
         is_stream=is_stream,
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        include_usage=bool(options and options.include_usage),
+        counts_usage=bool(options and options.continuous_usage_stats),
+        tools=tools or NO_TOOLS,
     )
 
 
@@ -188,30 +232,6 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[tuple[str, Any]]
     return [(f"prompt[{index}]", item) for index, item in enumerate(prompt)]
 
 
-def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    for index, tool in enumerate(body.tools or ()):
-        convert_fields(tool, Tool, f"tools[{index}]")
-    return body.tools or None
-
-
-def _tool_choice(body: ChatBody) -> str | None:
-    """`none` or `auto`, where it is not the default.
-
-    Raises:
-        InvalidRequest: it forces a call, which takes more than asking the model.
-    """
-    choice = body.tool_choice
-    if choice is None or choice == "auto":
-        return None
-    if choice != "none":
-        got = "a named function" if isinstance(choice, dict) else ascii(choice[:60])
-        raise InvalidRequest(
-            f"tool_choice must be none or auto, got {got}: a call cannot be forced",
-            param="tool_choice",
-        )
-    return "none" if body.tools else None
-
-
 def _response_format(body: ChatBody) -> dict[str, Any] | None:
     if body.response_format is None:
         return None
@@ -229,8 +249,10 @@ def _refuse_unsupported_chat(body: ChatBody) -> None:
         raise InvalidRequest(
             "function_call is not supported: use tool_choice", param="function_call"
         )
-    if body.parallel_tool_calls is False:
-        raise InvalidRequest("parallel_tool_calls must be true", param="parallel_tool_calls")
+    if body.web_search_options is not None:
+        raise InvalidRequest(
+            "web_search_options is not supported: nothing is searched", param="web_search_options"
+        )
     if body.audio is not None:
         raise InvalidRequest("audio is not supported: this model writes text", param="audio")
     if any(modality != "text" for modality in body.modalities or ()):

@@ -10,40 +10,52 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from fastapi import APIRouter
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
+from app.openai_bodies import check_model, describe_body, json_response, read_json
+from app.openai_chat_writer import ChatWriter
+from app.openai_completion_writer import CompletionWriter
 from app.openai_errors import name_request
 from app.openai_exchange import Exchange
-from app.openai_replies import ChatWriter, CompletionWriter, Heading
+from app.openai_replies import Heading, Writer
 from app.openai_requests import Caller, Plan, cache_policy, plan_chat, plan_completion
+from app.openai_response_requests import plan_response
+from app.openai_response_types import ResponseBody
+from app.openai_response_writer import ResponseWriter
+from app.openai_source import (
+    LAST_EVENT_HEADER,
+    RESUMABLE_HEADER,
+    FreshSource,
+    LastEvent,
+    ResumableSource,
+    Source,
+    read_last_event,
+)
+from app.openai_text_routes import TextApi
 from app.openai_types import (
     ChatBody,
     CompletionBody,
     GenerationBody,
     ModelEntry,
     ModelList,
-    inline_schema,
 )
 from app.outcomes import RequestOutcomes, RequestRecord
-from app.serving import ModelInfo, StreamOpener
-from protocol.errors import InputTooLarge, InvalidRequest, ModelNotFound
+from app.serving import ApiGraph, ModelInfo
+from app.stream_keeper import StreamKeeper
+from protocol.errors import InvalidRequest
 from protocol.parse import decode_struct
 
 DEFAULT_MAX_BODY_BYTES = 2**20
-DRAIN_FACTOR = 16
-"""A body over the limit is read on, and thrown away, up to this many times the limit: a client
-that is still sending would see a reset connection and not the 413."""
 
-BodyType = TypeVar("BodyType", bound=GenerationBody)
+BodyType = TypeVar("BodyType", GenerationBody, ChatBody, CompletionBody, ResponseBody)
 
 
 def build_router(
-    opener: Callable[[], StreamOpener] | StreamOpener,
+    graph: Callable[[], ApiGraph] | ApiGraph,
     tenant_of: Callable[[Request], str],
     *,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
@@ -53,19 +65,24 @@ def build_router(
     outcomes: RequestOutcomes | None = None,
     clock: Callable[[], float] = time.time,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    keeper: StreamKeeper | None = None,
+    embedder: str | None = None,
 ) -> APIRouter:
     """The routes of the API. Errors need `install_error_handlers` on the app.
 
     Args:
-        opener: the graph, or what gives it once it is there.
+        graph: the graph, or what gives it once it is there.
         tenant_of: tells who asks; raises `Unauthorized`.
         heartbeat_s: longest silence on an event stream.
         unread_timeout_s: a client that takes nothing for so long is given up.
         exchanges: holds those that run now.
         outcomes: counts them.
+        keeper: keeps streams that lost their client; None keeps none.
+        embedder: id of the model behind /v1/embeddings; None without one.
     """
+    graph_now = graph if callable(graph) else lambda: graph
     api = OpenAIApi(
-        opener if callable(opener) else lambda: opener,
+        graph_now,
         tenant_of,
         max_body_bytes=max_body_bytes,
         heartbeat_s=heartbeat_s,
@@ -74,29 +91,34 @@ def build_router(
         outcomes=outcomes or RequestOutcomes(),
         clock=clock,
         new_id=new_id,
+        keeper=keeper,
+        embedder=embedder,
     )
     router = APIRouter(tags=["OpenAI"])
     for path, endpoint, body in (
         ("/v1/chat/completions", api.create_chat_completion, ChatBody),
         ("/v1/completions", api.create_completion, CompletionBody),
+        ("/v1/responses", api.create_response, ResponseBody),
     ):
         router.add_api_route(
-            path, endpoint, methods=["POST"], response_model=None, openapi_extra=_describe(body)
+            path, endpoint, methods=["POST"], response_model=None, openapi_extra=describe_body(body)
         )
     router.add_api_route("/v1/models", api.list_models, methods=["GET"], response_model=None)
     # Ids hold slashes, as they do on the hub.
     router.add_api_route(
         "/v1/models/{model_id:path}", api.show_model, methods=["GET"], response_model=None
     )
+    texts = TextApi(graph_now, tenant_of, max_body_bytes=max_body_bytes, embedder=embedder)
+    texts.add_to(router)
     return router
 
 
 class OpenAIApi:
-    """The endpoints; one instance an ingress replica."""
+    """The generating endpoints, and the models; one instance an ingress replica."""
 
     def __init__(
         self,
-        opener: Callable[[], StreamOpener],
+        graph: Callable[[], ApiGraph],
         tenant_of: Callable[[Request], str],
         *,
         max_body_bytes: int,
@@ -106,8 +128,10 @@ class OpenAIApi:
         outcomes: RequestOutcomes,
         clock: Callable[[], float],
         new_id: Callable[[], str],
+        keeper: StreamKeeper | None,
+        embedder: str | None,
     ) -> None:
-        self._opener = opener
+        self._graph = graph
         self._tenant_of = tenant_of
         self._max_body_bytes = max_body_bytes
         self._heartbeat_s = heartbeat_s
@@ -116,73 +140,107 @@ class OpenAIApi:
         self._outcomes = outcomes
         self._clock = clock
         self._new_id = new_id
+        self._keeper = keeper
+        self._embedder = embedder
 
     async def create_chat_completion(self, request: Request) -> Response:
         """Answers a chat, whole or as server-sent events."""
         record = self._outcomes.begin()
         with record.preparing():
-            body, caller, info = await self._receive(request, ChatBody, "chatcmpl")
+            body, caller, info = await self._receive(request, record, ChatBody, "chatcmpl-")
             plan = plan_chat(body, caller)
-            writer = ChatWriter(self._heading(caller, info), include_usage=plan.include_usage)
-        return self._exchange(request, plan, writer, record)
+            after = self._last_event(request, plan)
+            writer = ChatWriter(self._heading(caller, info, after), plan)
+        return self._exchange(request, plan, writer, record, self._source(request, plan, after))
 
     async def create_completion(self, request: Request) -> Response:
         """Continues one or several prompts, whole or as server-sent events."""
         record = self._outcomes.begin()
         with record.preparing():
-            body, caller, info = await self._receive(request, CompletionBody, "cmpl")
+            body, caller, info = await self._receive(request, record, CompletionBody, "cmpl-")
             plan = plan_completion(body, caller)
-            writer = CompletionWriter(self._heading(caller, info), include_usage=plan.include_usage)
-        return self._exchange(request, plan, writer, record)
+            after = self._last_event(request, plan)
+            writer = CompletionWriter(self._heading(caller, info, after), plan)
+        return self._exchange(request, plan, writer, record, self._source(request, plan, after))
+
+    async def create_response(self, request: Request) -> Response:
+        """Answers a list of items with another, whole or as server-sent events."""
+        record = self._outcomes.begin()
+        with record.preparing():
+            body, caller, info = await self._receive(request, record, ResponseBody, "resp_")
+            planned = plan_response(body, caller)
+            writer = ResponseWriter(self._heading(caller, info), planned)
+        return self._exchange(request, planned.plan, writer, record, FreshSource(self._graph()))
 
     async def list_models(self, request: Request) -> Response:
         """Lists the one model that is served."""
         self._tenant_of(request)
-        info = await self._opener().model_info()
-        return _json(request, ModelList(data=[_entry(info)]))
+        info = await self._graph().model_info()
+        return json_response(request, ModelList(data=[_entry(info)]))
 
     async def show_model(self, request: Request, model_id: str) -> Response:
-        """Describes the model."""
+        """Describes the model, or the embedder."""
         self._tenant_of(request)
-        return _json(request, _entry(await self._model(model_id)))
+        info = await self._graph().model_info()
+        if model_id == self._embedder:
+            return json_response(request, ModelEntry(id=model_id, created=info.created))
+        return json_response(request, _entry(check_model(model_id, info)))
 
     async def _receive(
-        self, request: Request, body_type: type[BodyType], prefix: str
+        self, request: Request, record: RequestRecord, body_type: type[BodyType], prefix: str
     ) -> tuple[BodyType, Caller, ModelInfo]:
         """Reads who asks for what; the cheap refusals come first."""
         tenant = self._tenant_of(request)
+        if LAST_EVENT_HEADER not in request.headers:
+            record.admit(tenant)
         policy = cache_policy(request.headers)
         body = decode_struct(await read_json(request, self._max_body_bytes), body_type)
-        info = await self._model(body.model)
-        reply_id = f"{prefix}-{self._new_id()}"
+        info = check_model(body.model, await self._graph().model_info())
+        reply_id = f"{prefix}{self._new_id()}"
         caller = Caller(reply_id=reply_id, tenant=tenant, model=info.id, cache=policy)
         return body, caller, info
 
-    async def _model(self, asked: str | None) -> ModelInfo:
-        info = await self._opener().model_info()
-        if asked is not None and asked != info.id:
-            raise ModelNotFound(
-                f"model {asked[:200]!a} is not served here, {info.id!a} is", param="model"
-            )
-        return info
-
-    def _heading(self, caller: Caller, info: ModelInfo) -> Heading:
+    def _heading(self, caller: Caller, info: ModelInfo, after: LastEvent | None = None) -> Heading:
         return Heading(
             id=caller.reply_id,
-            created=int(self._clock()),
+            created=int(self._clock()) if after is None else after.created,
             model=info.id,
             revision=info.revision,
         )
 
+    def _can_resume(self, plan: Plan) -> bool:
+        is_kept = self._keeper is not None and self._keeper.window_s > 0
+        return is_kept and plan.is_stream and len(plan.requests) == 1
+
+    def _last_event(self, request: Request, plan: Plan) -> LastEvent | None:
+        """Where the client goes on, if it does.
+
+        Raises:
+            InvalidRequest: that cannot be resumed.
+        """
+        value = request.headers.get(LAST_EVENT_HEADER)
+        if value is None:
+            return None
+        if not self._can_resume(plan):
+            raise InvalidRequest(
+                f"{LAST_EVENT_HEADER} is for one streamed answer, where streams are kept",
+                param=LAST_EVENT_HEADER,
+            )
+        return read_last_event(value)
+
+    def _source(self, request: Request, plan: Plan, after: LastEvent | None) -> Source:
+        """Where the streams come from; a client has to ask for what outlives its connection."""
+        is_wanted = request.headers.get(RESUMABLE_HEADER, "").strip().lower() == "true"
+        if self._keeper is None or not self._can_resume(plan) or not (is_wanted or after):
+            return FreshSource(self._graph())
+        created = int(self._clock()) if after is None else after.created
+        return ResumableSource(self._keeper, created=created, after=after)
+
     def _exchange(
-        self,
-        request: Request,
-        plan: Plan,
-        writer: ChatWriter | CompletionWriter,
-        record: RequestRecord,
+        self, request: Request, plan: Plan, writer: Writer, record: RequestRecord, source: Source
     ) -> Exchange:
         return Exchange(
-            self._opener(),
+            source,
             plan,
             writer,
             name=name_request(request),
@@ -193,66 +251,5 @@ class OpenAIApi:
         )
 
 
-async def read_json(request: Request, max_bytes: int) -> bytes:
-    """The body of a request that says it is JSON.
-
-    Raises:
-        InputTooLarge: it is longer than `max_bytes`.
-        InvalidRequest: it is something else, or ends early.
-    """
-    _check_content_type(request)
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size <= max_bytes:
-                parts.append(part)
-            elif size > max_bytes * DRAIN_FACTOR:
-                break
-            else:
-                parts.clear()
-    except ClientDisconnect as error:
-        raise InvalidRequest("the connection ended within the body") from error
-    if size > max_bytes:
-        raise InputTooLarge(
-            f"the body has {'over ' if size > max_bytes * DRAIN_FACTOR else ''}{size} bytes, "
-            f"the limit is {max_bytes}",
-            limit=max_bytes,
-        )
-    return b"".join(parts)
-
-
-def _check_content_type(request: Request) -> None:
-    content_type = request.headers.get("content-type", "application/json").lower()
-    kind, _, parameters = (part.strip() for part in content_type.partition(";"))
-    if kind != "application/json" and not (
-        kind.startswith("application/") and kind.endswith("+json")
-    ):
-        raise InvalidRequest(
-            f"content-type must be application/json, got {content_type[:60]!a}",
-            param="content-type",
-        )
-    charset = parameters.removeprefix("charset=").strip('"')
-    if parameters.startswith("charset=") and charset not in ("utf-8", "utf8", "us-ascii"):
-        raise InvalidRequest(f"charset must be utf-8, got {charset[:60]!a}", param="content-type")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise InvalidRequest(
-            f"content-encoding {encoding[:60]!a} is not supported", param="content-encoding"
-        )
-
-
 def _entry(info: ModelInfo) -> ModelEntry:
     return ModelEntry(id=info.id, created=info.created, context_length=info.context_length)
-
-
-def _json(request: Request, reply: msgspec.Struct) -> Response:
-    headers = {"x-request-id": name_request(request)}
-    return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
-
-
-def _describe(body: type[GenerationBody]) -> dict[str, Any]:
-    """What FastAPI's document says of a body that FastAPI does not read itself."""
-    content = {"application/json": {"schema": inline_schema(body)}}
-    return {"requestBody": {"required": True, "content": content}}

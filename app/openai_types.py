@@ -22,8 +22,35 @@ DEFAULT_COMPLETION_TOKENS = 16
 """As the OpenAI API has it for /v1/completions; a chat may go on as far as the context holds."""
 
 
+def refused(instead: str) -> Meta:
+    """Marks a field that is known and not taken, so that nobody takes another answer for it."""
+    return Meta(description=f"Refused: {instead}.")
+
+
+IGNORED_EVERYWHERE = {"user": "the tenant comes from the key"}
+IGNORED = {
+    "chat": {
+        **IGNORED_EVERYWHERE,
+        "metadata": "nothing is kept to attach it to",
+        "moderation": "nothing is moderated",
+        "prediction": "a hint for speed",
+        "prompt_cache_key": "prefixes are found by themselves",
+        "prompt_cache_options": "prefixes are found by themselves",
+        "prompt_cache_retention": "prefixes are found by themselves",
+        "reasoning_effort": "the model decides",
+        "safety_identifier": "the tenant comes from the key",
+        "service_tier": "there is one; see `priority`",
+        "store": "nothing is stored",
+        "verbosity": "ask in words",
+    },
+    "completions": {**IGNORED_EVERYWHERE},
+}
+"""Fields of the OpenAI API that change nothing here, by route. Unknown ones are ignored as well."""
+
+
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +74,9 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache: CachePolicy | None = None
+    cache: Annotated[
+        CachePolicy | None, Meta(description="Ours; see docs/cache.md. Outranks the header.")
+    ] = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     timeout_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] | None = None
 
@@ -63,10 +92,11 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    functions: Any = None
-    function_call: Any = None
+    modalities: Annotated[list[str] | None, Meta(description="`text` only.")] = None
+    audio: Annotated[Any, refused("this model writes text")] = None
+    functions: Annotated[Any, refused("use `tools`")] = None
+    function_call: Annotated[Any, refused("use `tool_choice`")] = None
+    web_search_options: Annotated[Any, refused("nothing is searched")] = None
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -74,9 +104,9 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
+    echo: Annotated[bool | None, Meta(description="`false` only.")] = None
+    suffix: Annotated[str | None, Meta(description="Empty only.")] = None
+    best_of: Annotated[int | None, Meta(description="1 only; see `n`.")] = None
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +120,17 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class FunctionName(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """`tool_choice` as an object, as far as it is checked."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,10 +173,27 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """In a stream, the name comes once and the arguments piece by piece."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call, or in a stream its next piece, which alone has an `index`."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
+
+
 class ReplyMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +218,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +271,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "seedance"
-    context_length: int
+    context_length: int | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,10 +279,11 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[ModelEntry]
 
 
+ALIASES = {"max_tokens": ("max_tokens", "max_completion_tokens", "max_output_tokens")}
 _SHARED = frozenset(SamplingParams.__struct_fields__) - {"stop", "logit_bias", "logprobs"}
 
 
-def inline_schema(body: type[GenerationBody]) -> dict[str, Any]:
+def inline_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
     """JSON Schema of a body without references, to stand anywhere in an OpenAPI document.
 
     Sampling parameters show the ranges and defaults of `SamplingParams`, which checks them.
@@ -231,13 +291,13 @@ def inline_schema(body: type[GenerationBody]) -> dict[str, Any]:
     schema = _schema_of(body)
     properties = schema["properties"]
     for name, shared in _schema_of(SamplingParams)["properties"].items():
-        if name in _SHARED:
-            default = shared.pop("default")
-            kinds = shared.get("anyOf", [shared, {"type": "null"}])
-            properties[name] = {"anyOf": kinds, "default": default}
-    if "max_completion_tokens" in properties:
-        properties["max_completion_tokens"] = properties["max_tokens"]
-    else:
+        default = shared.pop("default", None)
+        kinds = shared.get("anyOf", [shared, {"type": "null"}])
+        for shown in ALIASES.get(name, (name,)):
+            if name in _SHARED and shown in properties:
+                properties[shown] = {**properties[shown], "anyOf": kinds, "default": default}
+                properties[shown].pop("type", None)
+    if body is CompletionBody:
         properties["max_tokens"]["default"] = DEFAULT_COMPLETION_TOKENS
     return schema
 

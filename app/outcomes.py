@@ -23,9 +23,11 @@ from typing import Any, Literal
 
 from starlette.requests import ClientDisconnect
 
+from app.rate_limits import Limits, RateLimits
 from app.serving import Stream
+from app.usage_ledger import Used
 from protocol.errors import ERROR_BY_CODE, ErrorInfo, InternalError, Overloaded, ServingError
-from protocol.token_log import CacheResult
+from protocol.token_log import CacheResult, Terminal, TokenLog
 
 Outcome = Literal["stop", "length", "tool_calls", "cancelled", "disconnected", "refused", "failed"]
 WORST_FIRST: tuple[Outcome, ...] = ("cancelled", "length", "tool_calls", "stop")
@@ -50,9 +52,22 @@ class Histogram:
 
 
 class RequestOutcomes:
-    """The counts of one ingress replica."""
+    """The counts of one ingress replica.
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        limits: what tenants may ask for; by default, anything.
+        on_use: is told once of each stream, at its end, whose it was and what it used.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: RateLimits | None = None,
+        on_use: Callable[[str, Used], None] = lambda tenant, used: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits or RateLimits(lambda tenant: Limits())
+        self._on_use = on_use
         self._clock = clock
         self._num_live = 0
         self._ended: Counter[tuple[Outcome, CacheResult]] = Counter()
@@ -105,7 +120,17 @@ class RequestRecord:
         self._streams: Sequence[Stream] = ()
         self._unsubscribes: list[Callable[[], None]] = []
         self._error: ErrorInfo | None = None
+        self._admitted: str | None = None
         self._is_over = False
+
+    def admit(self, tenant: str) -> None:
+        """Takes a place among the requests of the tenant, until the end.
+
+        Raises:
+            RateLimited: there is none.
+        """
+        self._outcomes._limits.admit(tenant)
+        self._admitted = tenant
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -147,6 +172,9 @@ class RequestRecord:
         self._unsubscribe()
         outcomes, source = self._outcomes, self._source()
         outcome = self._outcome(has_left)
+        if self._admitted is not None:
+            outcomes._limits.release(self._admitted)
+        self._tell_use(n)
         outcomes._num_live -= 1
         outcomes._ended[outcome, source] += 1
         if self._ttft_s is not None:
@@ -197,6 +225,16 @@ class RequestRecord:
                 tokens["prompt", source] += usage.prompt_tokens
                 tokens["cached", source] += usage.cached_tokens
 
+    def _tell_use(self, n: int) -> None:
+        """Tells what each stream used, now or when it ends: it may run on, for a RESUME."""
+        num_requests = 1
+        for index, stream in enumerate(self._streams):
+            if not stream.is_counted:
+                stream.is_counted = True
+                tell = self._outcomes._on_use
+                _at_end(stream.log, _use_teller(stream, tell, num_requests, index % n == 0))
+                num_requests = 0
+
     def _notice(self) -> None:
         if any(stream.log.next_seq for stream in self._streams):
             self._ttft_s = self._clock() - self._started_s
@@ -206,6 +244,43 @@ class RequestRecord:
         for unsubscribe in self._unsubscribes:
             unsubscribe()
         self._unsubscribes = []
+
+
+def _use_teller(
+    stream: Stream, tell: Callable[[str, Used], None], num_requests: int, has_prompt: bool
+) -> Callable[[Terminal], None]:
+    """What tells the use of a stream that has ended; a failed one is given away."""
+
+    def tell_use(terminal: Terminal) -> None:
+        if terminal.finish_reason == "error":
+            return
+        usage = terminal.usage
+        prompt_tokens = usage.prompt_tokens if has_prompt else 0
+        is_saved = stream.cache.outcome != "miss"
+        used = Used(
+            requests=num_requests,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens if has_prompt else 0,
+            saved_tokens=prompt_tokens + usage.completion_tokens if is_saved else 0,
+        )
+        tell(stream.request.tenant, used)
+
+    return tell_use
+
+
+def _at_end(log: TokenLog, tell: Callable[[Terminal], None]) -> None:
+    """Calls `tell` when the log has ended, at once if it has."""
+    if log.terminal is not None:
+        tell(log.terminal)
+        return
+
+    def look() -> None:
+        if log.terminal is not None:
+            unsubscribe()
+            tell(log.terminal)
+
+    unsubscribe = log.subscribe(look)
 
 
 def _is_refusal(error: ErrorInfo) -> bool:

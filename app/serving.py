@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from deployments.wire import ModelInfo
+from deployments.wire import EmbedReply, ModelInfo, TokenizeCall, TokenizeReply
 from protocol.request import InferenceRequest
 from protocol.token_log import CacheOutcome, TokenLog
 
-__all__ = ["ModelInfo", "Stream", "StreamOpener"]
+__all__ = ["ApiGraph", "ModelInfo", "Stream", "StreamOpener"]
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Stream:
             harmless at any time.
         token: names the stream for `resume_stream` on any ingress; signed, so it cannot be
             guessed. Empty for one that cannot be resumed.
+        is_counted: whether its usage is, or will be, in the ledger.
     """
 
     request: InferenceRequest
@@ -38,6 +39,7 @@ class Stream:
     park: Callable[[], None] = lambda: None
     unpark: Callable[[], None] = lambda: None
     token: str = ""
+    is_counted: bool = False
 
 
 class StreamOpener(Protocol):
@@ -72,5 +74,25 @@ class StreamOpener(Protocol):
 
         Raises:
             ResumeExpired: there is none of that name for this tenant, or none any more.
+        """
+        ...
+
+
+class ApiGraph(StreamOpener, Protocol):
+    """What the OpenAI API needs beside streams."""
+
+    async def tokenize(self, call: TokenizeCall) -> TokenizeReply:
+        """Tokens of a prompt, or the text of tokens.
+
+        Raises:
+            ServingError: they are refused, or no model replica answers.
+        """
+        ...
+
+    async def embed(self, texts: tuple[str, ...]) -> EmbedReply:
+        """The vectors of the cache's embedder.
+
+        Raises:
+            ServingError: a text is refused, there is no embedder, or it does not answer.
         """
         ...

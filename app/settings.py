@@ -23,7 +23,9 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 Sha256Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-TenantName = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+TenantName = Annotated[
+    str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")
+]
 
 
 class SettingsError(ValueError):
@@ -63,6 +65,8 @@ class ModelSettings(_Section):
     """Longest prompt + answer, in tokens; null: what the model was trained for."""
     max_num_batched_tokens: int = Field(default=384, ge=257, le=1_000_000)
     """Tokens of one step; more prefill faster and pause streams longer. At least `max_num_seqs` + 256."""
+    prefill_slowdown: float = Field(default=2.0, ge=0, le=1000)
+    """Longest time between two tokens of a stream while prompts are computed, as a multiple of its usual one; 0: no bound."""
     max_waiting: int = Field(default=256, ge=1, le=1_000_000)
     """Requests queued in one replica; one more is refused with `overloaded`."""
     max_waiting_tokens: int = Field(default=0, ge=0, le=10_000_000_000)
@@ -75,6 +79,30 @@ class ModelSettings(_Section):
     """GPUs of one replica; null: one where the cluster has any."""
 
 
+class StoreSettings(_Section):
+    """Where the cache keeps its answers."""
+
+    kind: Literal["memory", "sqlite", "redis"] = "sqlite"
+    """`sqlite`: a file on this machine; `redis`: a Redis or Valkey server that replicas share; `memory`: nothing stays."""
+    path: Path | None = Field(default=None, strict=False)
+    """The file of `sqlite`; null: `cache/NAME.sqlite3` in `home`."""
+    url: str | None = Field(
+        default=None, pattern=r"^(rediss?|unix)://[^\s]+$", max_length=2048, repr=False
+    )
+    """The server of `redis`, such as redis://:PASSWORD@host:6379/0, or rediss:// with TLS."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """Replicas of one name share their answers; null: the application's name."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if (self.kind == "redis") != (self.url is not None):
+            needs = "needs a url" if self.kind == "redis" else "takes no url"
+            raise PydanticCustomError("store", f"kind {self.kind} {needs}")
+        if self.path is not None and self.kind != "sqlite":
+            raise PydanticCustomError("store", f"kind {self.kind} takes no path")
+        return self
+
+
 class CacheSettings(_Section):
     """The semantic prompt cache."""
 
@@ -84,6 +112,12 @@ class CacheSettings(_Section):
     """Off: only equal prompts hit, and no embedder is loaded."""
     semantic_threshold: float = Field(default=0.95, gt=0, le=1)
     """Least cosine similarity of a semantic hit, which the guards must let pass too."""
+    verifier: Literal["on", "off"] = "on"
+    """Off, or with another embedder than the default: semantic hits are of the same wording only."""
+    max_wrong_rate: float = Field(default=0.01, gt=0, le=0.5)
+    """Share of the requests without an equal question that may get a wrong answer by the verifier."""
+    check_rate: float = Field(default=0.1, gt=0, le=1)
+    """Least share of answers given by the verifier that the model answers too, to compare, when idle."""
     ttl_s: float = Field(default=3600, gt=0, le=31_536_000)
     """Life of an answer, wherever it is held; a hit never extends it."""
     warm_s: float = Field(default=900, gt=0, le=31_536_000)
@@ -112,6 +146,20 @@ class CacheSettings(_Section):
     """On top of the embedding; past it the request goes to the model."""
     epoch: int = Field(default=0, ge=0)
     """Raise it to forget everything at once."""
+    num_replicas: int = Field(default=1, ge=1, le=1000)
+    """Cache replicas; they share the store, so that each gives what another has kept."""
+    store: StoreSettings = StoreSettings()
+
+    @model_validator(mode="after")
+    def _replicas_share(self) -> Self:
+        has_store = self.store.kind != "memory" and self.cold_bytes > 0
+        if self.num_replicas > 1 and not has_store:
+            raise PydanticCustomError(
+                "replicas",
+                f"num_replicas is {self.num_replicas}: several need a store of kind sqlite or "
+                "redis, and cold_bytes above 0",
+            )
+        return self
 
 
 class LimitSettings(_Section):
@@ -165,15 +213,19 @@ class KeySettings(_Section):
 
     tenant: TenantName
     sha256: Sha256Hex
+    admin: bool = False
+    """Whether it may look at and change what the cache holds, of all tenants."""
 
 
 class AuthSettings(_Section):
     """Who may ask. Without keys everyone may, as the tenant `default`."""
 
     keys: tuple[KeySettings, ...] = ()
-    """API keys as `{tenant, sha256}`; `seedance keys hash TENANT` makes one."""
+    """API keys as `{tenant, sha256, admin}`; `seedance keys hash TENANT` makes one."""
     allow_anonymous: bool | None = None
-    """Whether one without a key may ask, as the tenant `default`; null: only where no key is set."""
+    """Whether one without a key may ask, as the tenant `default`; null: only where there is no key."""
+    allow_open: bool = False
+    """Whether to serve without any key where other machines reach the server; else it does not start."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of browser pages besides our own, such as "https://chat.example.org"; "*" is any."""
 
@@ -189,6 +241,33 @@ class AuthSettings(_Section):
                     "same_key", f"entries {first} and {place} have the same sha256"
                 )
         return keys
+
+
+class AccountSettings(_Section):
+    """The store of tenants, keys and usage, and the limits of tenants that have none there."""
+
+    url: str | None = Field(
+        default=None, pattern=r"^(sqlite|postgres(ql)?)[+\w]*://", max_length=2048, repr=False
+    )
+    """sqlite:////FILE or postgresql://USER:PASSWORD@HOST/DATABASE; null: `accounts.sqlite3` in `home`."""
+    pool_size: int = Field(default=2, ge=1, le=1000)
+    """Connections that one ingress keeps to the store."""
+    pool_overflow: int = Field(default=4, ge=0, le=1000)
+    """How many more it may open for a while."""
+    pool_timeout_s: float = Field(default=5.0, gt=0, le=600)
+    """Longest wait for one of them."""
+    timeout_s: float = Field(default=5.0, gt=0, le=600)
+    """Longest wait for the store, by nothing but `/v1/usage` and tasks of our own."""
+    refresh_s: float = Field(default=2.0, gt=0, le=3600)
+    """How often an ingress looks for new and revoked keys."""
+    flush_s: float = Field(default=5.0, gt=0, le=3600)
+    """How often an ingress writes the usage down."""
+    requests_per_minute: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """Of one tenant at one ingress replica; null: any. `seedance keys limit` sets a tenant's own."""
+    tokens_per_minute: int | None = Field(default=None, ge=1, le=1_000_000_000_000)
+    """Prompts and answers, but for those that the cache gave; null: any."""
+    concurrent_requests: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Unfinished requests; null: any."""
 
 
 class AutoscalingSettings(_Section):
@@ -267,6 +346,7 @@ class Settings(_Section):
     limits: LimitSettings = LimitSettings()
     routing: RoutingSettings = RoutingSettings()
     auth: AuthSettings = AuthSettings()
+    accounts: AccountSettings = AccountSettings()
     ingress: IngressSettings = IngressSettings()
     autoscaling: AutoscalingSettings = AutoscalingSettings()
 
@@ -297,7 +377,8 @@ def _fault(error: ErrorDetails) -> str:
     what = error["msg"][:1].lower() + error["msg"][1:]
     value = error["input"]
     # What stands in the place of a digest may be the key itself.
-    is_shown = isinstance(value, bool | int | float | str) and not key.startswith("auth.keys")
+    is_secret = key.startswith(("auth.keys", "cache.store.url", "accounts.url"))
+    is_shown = isinstance(value, bool | int | float | str) and not is_secret
     return f"{key}: {what}, got {json.dumps(value)[:80]}" if is_shown else f"{key}: {what}"
 
 

@@ -118,6 +118,8 @@ class StreamKeeper:
             stream = await self._opener.resume_stream(token, tenant)
         except ResumeExpired:
             raise resume_expired() from None
+        # Where it came to its end it was counted.
+        stream.is_counted = stream.log.terminal is not None
         self._resumable.add(stream)
         self._set_timer()
         # Whoever asked may have left meanwhile.

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 from pydantic import BaseModel
 
+from app.accounts import Holder
 from protocol.errors import Overloaded, Unauthorized
 
 SUBPROTOCOL = "seedance.ticket."
@@ -71,20 +72,20 @@ class Tickets:
         self._used: set[int] = set()
         self._expiries: list[tuple[float, int]] = []
 
-    def issue(self, tenant: str) -> str:
-        """A ticket for one connection of the tenant, within `LIFE_S`."""
+    def issue(self, holder: Holder) -> str:
+        """A ticket for one connection of the holder, within `LIFE_S`."""
         claim = Claim(self._issuer, next(self._numbers), self._clock() + LIFE_S)
-        words = msgspec.msgpack.encode((*claim, tenant))
+        words = msgspec.msgpack.encode((*claim, *holder))
         return _armour(self._mac(words) + words)
 
-    async def redeem(self, ticket: str) -> str:
-        """The ticket's tenant; the ticket is good no more.
+    async def redeem(self, ticket: str) -> Holder:
+        """Who got the ticket; it is good no more. Their key may be revoked meanwhile.
 
         Raises:
             Unauthorized: it is not one of ours, or was used, or its time is over.
             Overloaded: its issuer, at another ingress, cannot be asked.
         """
-        claim, tenant = self._read(ticket)
+        claim, holder = self._read(ticket)
         is_good = self.spend(claim)
         if is_good is None:
             is_good = await self._ask(claim)
@@ -94,7 +95,7 @@ class Tickets:
             )
         if not is_good:
             raise _not_good()
-        return tenant
+        return holder
 
     def spend(self, claim: Claim) -> bool | None:
         """Whether it was good until now; None when another ingress is to tell."""
@@ -109,7 +110,7 @@ class Tickets:
         heapq.heappush(self._expiries, (claim.expires_s, claim.number))
         return True
 
-    def _read(self, ticket: str) -> tuple[Claim, str]:
+    def _read(self, ticket: str) -> tuple[Claim, Holder]:
         if len(ticket) > MAX_TICKET_CHARS:
             raise _not_good()
         try:
@@ -120,11 +121,11 @@ class Tickets:
         # The decoder skips what it does not know, and a ticket has one spelling only.
         if not hmac.compare_digest(mac, self._mac(words)) or _armour(raw) != ticket:
             raise _not_good()
-        issuer, number, expires_s, tenant = msgspec.msgpack.decode(words)
-        return Claim(issuer, number, expires_s), tenant
+        issuer, number, expires_s, tenant, key = msgspec.msgpack.decode(words)
+        return Claim(issuer, number, expires_s), Holder(tenant, key)
 
     def _mac(self, words: bytes) -> bytes:
-        signed = msgspec.msgpack.encode(("seedance.ticket.v1", words))
+        signed = msgspec.msgpack.encode(("seedance.ticket.v2", words))
         return hmac.digest(self._key, signed, hashlib.sha256)[:_MAC_BYTES]
 
 

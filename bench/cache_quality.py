@@ -37,7 +37,7 @@ from cache.verifier import Pair, Verifier
 Matrix = NDArray[np.float32]
 
 NEAREST = 24
-FLOOR = 0.7
+FLOOR = 0.55
 ANSWER = StoredAnswer(b"an answer", 4, "r1")
 
 
@@ -573,7 +573,7 @@ def _rows(
         print(
             f"| {kind} | {shown} | {make().name} | {violations} of {2 * len(played)} |"
             f" {100 * rates[0]:.3f} % | {100 * rates[1]:.3f} % |"
-            f" {100 * least:.3f}–{100 * worst:.3f} % | {100 * hits / requests:.2f} % |",
+            f" {100 * least:.3f}–{100 * worst:.3f} % | {100 * hits / requests:.3f} % |",
             flush=True,
         )
 

@@ -247,7 +247,7 @@ def measure_seedance(connections: Sequence[int], window_s: float) -> dict[int, F
                 "import_path": "bench.mock:build",
                 "args": {
                     "model": {"backend": "mock", "mock_token_interval_s": 0.01},
-                    "cache": {"semantic": False, "ttl_s": 86_400},
+                    "cache": {"semantic": False, "ttl_s": 86_400, "store": {"kind": "memory"}},
                 },
             }
         ],

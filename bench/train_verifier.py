@@ -48,7 +48,7 @@ HIDDEN = 32
 EPOCHS = 10
 MEMBERS = 3
 CALIBRATION_PER_GROUP = 40
-MIN_SIMILARITY = 0.7
+MIN_SIMILARITY = 0.55
 
 Matrix = NDArray[np.float32]
 
@@ -301,7 +301,28 @@ def rows_of(
     return np.stack(rows), comparisons
 
 
-def train(rows: Matrix, labels: Matrix, weights: Matrix, *, seed: int, members: int) -> Weights:
+def fit_likeness(rows: Matrix, labels: Matrix) -> tuple[Matrix, float]:
+    """Weights and bias of a logistic regression on the wording features of paragraphs."""
+    from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
+
+    wording = rows[:, -NUM_WORDING_FEATURES:]
+    mean, deviation = wording.mean(axis=0), np.maximum(wording.std(axis=0), 1e-3)
+    model = LogisticRegression(C=0.3, max_iter=1000)
+    model.fit((wording - mean) / deviation, labels > 0.5)
+    weights = model.coef_[0] / deviation
+    bias = float(model.intercept_[0] - (weights * mean).sum())
+    return weights.astype(np.float32), bias
+
+
+def train(
+    rows: Matrix,
+    labels: Matrix,
+    weights: Matrix,
+    is_paragraph: NDArray[np.bool_],
+    *,
+    seed: int,
+    members: int,
+) -> Weights:
     """Fits `members` small networks and sets them side by side as one."""
     import torch
 
@@ -336,6 +357,7 @@ def train(rows: Matrix, labels: Matrix, weights: Matrix, *, seed: int, members: 
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimiser.step()
         parts.append([p.detach().numpy() for p in net.parameters()])
+    likeness, likeness_bias = fit_likeness(rows[is_paragraph], labels[is_paragraph])
     return Weights(
         mean=mean.astype(np.float32),
         scale=scale.astype(np.float32),
@@ -343,18 +365,28 @@ def train(rows: Matrix, labels: Matrix, weights: Matrix, *, seed: int, members: 
         hidden_bias=np.concatenate([p[1] for p in parts]),
         output=(np.concatenate([p[2][0] for p in parts]) / members).astype(np.float32),
         output_bias=float(np.mean([p[3][0] for p in parts])),
+        likeness=likeness,
+        likeness_bias=likeness_bias,
     )
 
 
 def out_of_fold(
     examples: Sequence[Example], rows: Matrix, labels: Matrix, weights: Matrix
 ) -> Matrix:
+    is_paragraph = np.array([e.source == "paragraph" for e in examples])
     folds = np.array([crc32(e.group.encode()) % FOLDS for e in examples])
     scores = np.zeros(len(examples), dtype=np.float32)
     for fold in range(FOLDS):
         held = folds == fold
         if held.any():
-            model = train(rows[~held], labels[~held], weights[~held], seed=fold, members=1)
+            model = train(
+                rows[~held],
+                labels[~held],
+                weights[~held],
+                is_paragraph[~held],
+                seed=fold,
+                members=1,
+            )
             scores[held] = Verifier(model).score_features(rows[held])
             print(f"fold {fold}: {held.sum()} held out", flush=True)
     return scores
@@ -447,7 +479,8 @@ def main() -> None:
         if is_askable(i)
     ]
     (args.work / "out_of_fold.json").write_text(json.dumps(doubtful, ensure_ascii=False))
-    model = train(rows, labels, weights.astype(np.float32), seed=99, members=MEMBERS)
+    is_paragraph = np.array([e.source == "paragraph" for e in examples])
+    model = train(rows, labels, weights.astype(np.float32), is_paragraph, seed=99, members=MEMBERS)
     about: dict[str, Any] = {"examples": len(examples), "folds": FOLDS, "report": lines}
     save(args.out, model, evidence, about)
     print(f"{args.out}: {args.out.stat().st_size} bytes")

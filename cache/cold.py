@@ -6,7 +6,7 @@ What a look-up needs to decide is in memory; payloads are in the store, which ma
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,9 +20,19 @@ from cache.tenants import TenantLedger
 
 logger = logging.getLogger(__name__)
 
+Record = bytes
+
 
 class ColdStoreError(OSError):
     """The store failed. To the cache it is as if the record were not there."""
+
+
+class RecordGone(ValueError):
+    """Another process that shares the store has deleted the record."""
+
+
+class OutOfReach(ColdStoreError):
+    """The store has failed for a while, and has said so."""
 
 
 class ColdStore(Protocol):
@@ -82,12 +92,18 @@ class ColdTier:
     """Bounded in bytes, in all and by tenant; an answer lives `cold_ttl_s` from its making.
 
     Args:
-        store: what it holds is taken over, as far as it is whole, still lives and fits.
-        now: in the time that the records were written in.
+        write: puts an entry into the store, unless it is there.
+        is_needed: whether the record of an entry that leaves must stay all the same.
     """
 
     def __init__(
-        self, config: CacheConfig, policy: EvictionPolicy, store: ColdStore, now: float
+        self,
+        config: CacheConfig,
+        policy: EvictionPolicy,
+        store: ColdStore,
+        *,
+        write: Callable[[Entry, bytes], None],
+        is_needed: Callable[[str], bool],
     ) -> None:
         self._max_bytes = config.cold_max_bytes
         self._max_size = min(
@@ -96,11 +112,12 @@ class ColdTier:
         self._ttl_s = config.cold_ttl_s
         self._policy = policy
         self._store = store
+        self._write = write
+        self._is_needed = is_needed
         self._held: dict[str, _Held] = {}
         self._expiry = ExpiryQueue()
         self._index = VectorIndex()
         self._tenants = TenantLedger(config.tenant_max_bytes, config.tenant_max_entries)
-        self._take_over(now)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -133,7 +150,7 @@ class ColdTier:
         data = self._store.get(husk.key.partition, exact)
         try:
             if data is None:
-                raise ValueError(f"record {husk.id} is gone")
+                raise RecordGone(f"record {husk.id} is gone")
             entry = decode_entry(data)
             if entry.key != husk.key or entry.created != husk.created:
                 raise ValueError(f"record {husk.id} is another one's")
@@ -142,7 +159,13 @@ class ColdTier:
             raise
         self._policy[exact]
         self._tenants.use(husk.key.tenant, exact)
-        return replace(entry, hits=husk.hits, last_hit=husk.last_hit, vector=husk.vector)
+        return replace(
+            entry,
+            hits=husk.hits,
+            last_hit=husk.last_hit,
+            vector=husk.vector,
+            is_recorded=husk.is_recorded,
+        )
 
     def search(self, partition: str, vector: Vector, top: int) -> list[tuple[Entry, float]]:
         """The nearest entries, without their payloads, nearest first.
@@ -155,12 +178,7 @@ class ColdTier:
 
     def has_room(self, entry: Entry) -> bool:
         """Whether nothing need leave for the entry."""
-        size = _size(entry, encode_entry(entry))
-        return (
-            size <= self._max_size
-            and self._policy.currsize + size <= self._max_bytes
-            and self._tenants.must_leave(entry.key.tenant, size) is None
-        )
+        return self._has_room(entry, _size(entry, encode_entry(entry)))
 
     def put(self, entry: Entry, *, centre: Vector | None = None) -> int | None:
         """Keeps an entry that is not held; returns how many had to leave, None when it cannot.
@@ -179,9 +197,17 @@ class ColdTier:
         while self._policy.currsize + size > self._max_bytes:
             self._drop(self._policy.popitem()[0])
             num_left += 1
-        self._store.put(key.partition, key.exact, data)
+        self._write(entry, data)
         self._hold(entry, size, centre)
         return num_left
+
+    def adopt(self, entry: Entry, data: Record) -> bool:
+        """Holds an entry whose record `data` is in the store, if nothing need leave for it."""
+        size = _size(entry, data)
+        if not self._has_room(entry, size):
+            return False
+        self._hold(entry, size, None)
+        return True
 
     def merge(self, entry: Entry, rep: Entry) -> bool:
         """Counts `entry` as a member of the cluster of `rep`; whether it is its new medoid.
@@ -205,6 +231,11 @@ class ColdTier:
         """Takes an entry out; KeyError when it is not held."""
         del self._policy[exact]
         self._drop(exact)
+
+    def forget(self, exact: str) -> None:
+        """Takes an entry out, and leaves its record alone; KeyError when it is not held."""
+        del self._policy[exact]
+        self._drop(exact, has_record=False)
 
     def take_expired(self, now: float) -> int:
         """Removes those whose life is over and returns how many."""
@@ -240,41 +271,27 @@ class ColdTier:
         self._expiry.add(exact, husk.created + self._ttl_s)
         self._tenants.add(husk.key.tenant, exact, size)
 
-    def _drop(self, exact: str, *, has_deadline: bool = True) -> None:
+    def _has_room(self, entry: Entry, size: int) -> bool:
+        return (
+            size <= self._max_size
+            and self._policy.currsize + size <= self._max_bytes
+            and self._tenants.must_leave(entry.key.tenant, size) is None
+        )
+
+    def _drop(self, exact: str, *, has_deadline: bool = True, has_record: bool = True) -> None:
         husk = self._held.pop(exact).husk
         if has_deadline:
             self._expiry.remove(exact)
         self._tenants.remove(husk.key.tenant, exact)
         if husk.vector is not None:
             self._index.remove(husk.key.partition, exact)
+        if not has_record or self._is_needed(exact):
+            return
         try:
             self._store.delete(husk.key.partition, exact)
         except ColdStoreError as exc:
             # It is not found any more; a later start drops it by its age.
             logger.warning("a record could not be deleted: %s", exc)
-
-    def _take_over(self, now: float) -> None:
-        unusable = []
-        for partition, exact, data in self._store.scan():
-            try:
-                entry = decode_entry(data)
-            except ValueError as exc:
-                logger.warning("a stored record is left aside: %s", exc)
-                unusable.append((partition, exact))
-                continue
-            size = _size(entry, data)
-            if (
-                (entry.key.partition, entry.key.exact) == (partition, exact)
-                and 0 <= now - entry.created < self._ttl_s
-                and size <= self._max_size
-                and self._policy.currsize + size <= self._max_bytes
-                and self._tenants.must_leave(entry.key.tenant, size) is None
-            ):
-                self._hold(entry, size, None)
-            else:
-                unusable.append((partition, exact))
-        for partition, exact in unusable:
-            self._store.delete(partition, exact)
 
 
 def _size(entry: Entry, data: bytes) -> int:

@@ -142,7 +142,7 @@ class Decider:
         rng: random.Random,
         mode: Literal["strict", "verified"] = "verified",
         same_wording_similarity: float = 0.95,
-        min_similarity: float = 0.7,
+        min_similarity: float = 0.55,
     ) -> None:
         for name, value in (
             ("same_wording_similarity", same_wording_similarity),
@@ -155,7 +155,8 @@ class Decider:
         self._rng = rng
         self._same_wording_similarity = same_wording_similarity
         self._min_similarity = min_similarity
-        self._readings: LRUCache[str, Reading] = LRUCache(MAX_READINGS)
+        # By partition, too: else the time of a look-up would tell what other tenants ask.
+        self._readings: LRUCache[tuple[str, str], Reading] = LRUCache(MAX_READINGS)
 
     def choose(
         self,
@@ -234,12 +235,13 @@ class Decider:
             or max(len(candidate.key.text), len(asked.text)) > MAX_PROMPT_CHARS
         ):
             return None
-        return compare(self._reading(candidate.key.text), self._reading(asked.text))
+        return compare(self._reading(candidate.key), self._reading(asked))
 
-    def _reading(self, text: str) -> Reading:
-        reading = self._readings.get(text)
+    def _reading(self, key: PromptKey) -> Reading:
+        own = (key.partition, key.text)
+        reading = self._readings.get(own)
         if reading is None:
-            reading = self._readings[text] = understand(text)
+            reading = self._readings[own] = understand(key.text)
         return reading
 
     def _weigh(

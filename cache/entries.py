@@ -21,12 +21,18 @@ ID_CHARS = 16
 _CHECKSUM, _LENGTHS = struct.Struct("<I"), struct.Struct("<II")
 
 
+def entry_id(key: PromptKey) -> str:
+    """The id of the entry of a key, whether or not it is held."""
+    return key.exact[:ID_CHARS]
+
+
 @dataclass(slots=True)
 class Entry:
     """An answer and what the tiers know of it.
 
     `created` never changes: it bounds the life of the answer wherever it is held.
-    `vector` (D,) float32 of unit norm makes it findable by meaning.
+    `vector` (D,) float32 of unit norm makes it findable by meaning. `is_recorded` says that a
+    store which outlives the process has it.
     """
 
     key: PromptKey
@@ -37,11 +43,12 @@ class Entry:
     tags: tuple[str, ...] = ()
     hits: int = 0
     last_hit: float | None = None
+    is_recorded: bool = False
 
     @property
     def id(self) -> str:
         """Short, and the same for an equal question, whenever it is stored."""
-        return self.key.exact[:ID_CHARS]
+        return entry_id(self.key)
 
     @property
     def size_bytes(self) -> int:

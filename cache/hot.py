@@ -121,12 +121,16 @@ class HotTier(Generic[T]):
         """Removes what is held for `key`, if anything."""
         self._remove(key)
 
+    def clear(self) -> None:
+        """Forgets everything."""
+        for key in [*self._held, *self._aliases]:
+            self._remove(key)
+
     def enter_epoch(self, epoch: int) -> None:
         """Forgets everything when the epoch is another one than before."""
         if epoch != self._epoch:
             self._epoch = epoch
-            for key in [*self._held, *self._aliases]:
-                self._remove(key)
+            self.clear()
 
     def _expire(self) -> float:
         now = self._clock()

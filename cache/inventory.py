@@ -35,6 +35,14 @@ class Inventory:
         self._aliases.remove_targets(doomed)
         return len(doomed)
 
+    def sweep(self, which: EntryFilter, now: float) -> None:
+        """Deletes the records of entries that are meant, and that no tier knows of.
+
+        Raises:
+            ColdStoreError: the store failed.
+        """
+        self._tiers.sweep(lambda entry: is_meant(entry, which, now))
+
     def record(self, exact: str, now: float) -> dict[str, Any] | None:
         """A held entry as plain values; None when it is not held.
 
@@ -58,20 +66,24 @@ class Inventory:
         ]
 
     def _meant(self, which: EntryFilter, now: float) -> Iterator[tuple[Entry, tuple[Tier, ...]]]:
-        prompt = None if which.prompt is None else normalise(which.prompt)
         for entry, tiers in self._tiers.entries():
-            age_s = now - entry.created
-            if (
-                which.id in (None, entry.id)
-                and (prompt is None or prompt == normalise(entry.key.text))
-                and which.tenant in (None, entry.key.tenant)
-                and which.partition in (None, entry.key.partition)
-                and which.model in (None, entry.model, entry.answer.model_revision)
-                and (which.tag is None or which.tag in entry.tags)
-                and (which.older_than_s is None or age_s > which.older_than_s)
-                and (which.younger_than_s is None or age_s < which.younger_than_s)
-            ):
+            if is_meant(entry, which, now):
                 yield entry, tiers
+
+
+def is_meant(entry: Entry, which: EntryFilter, now: float) -> bool:
+    """Whether an entry fulfils all that the filter names."""
+    age_s = now - entry.created
+    return (
+        which.id in (None, entry.id)
+        and (which.prompt is None or normalise(which.prompt) == normalise(entry.key.text))
+        and which.tenant in (None, entry.key.tenant)
+        and which.partition in (None, entry.key.partition)
+        and which.model in (None, entry.model, entry.answer.model_revision)
+        and (which.tag is None or which.tag in entry.tags)
+        and (which.older_than_s is None or age_s > which.older_than_s)
+        and (which.younger_than_s is None or age_s < which.younger_than_s)
+    )
 
 
 def _info(entry: Entry, tiers: tuple[Tier, ...], now: float) -> EntryInfo:

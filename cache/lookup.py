@@ -10,17 +10,20 @@ import numpy as np
 
 from cache.aliases import AliasMap
 from cache.answer import StoredAnswer
-from cache.cold import ColdStoreError
+from cache.cold import ColdStoreError, OutOfReach, RecordGone
 from cache.config import CacheConfig
 from cache.decision import Candidate, Decider, Verdict
 from cache.entries import Entry
 from cache.equivalence import are_equivalent, refusal_of
+from cache.guards import MAX_PROMPT_CHARS, compare
 from cache.index import Vector
 from cache.key import PromptKey, truncated_key
 from cache.outcome import Hit, Miss
 from cache.quarantine import Quarantine
+from cache.reading import understand
 from cache.stats import Explained, Tier
 from cache.tiers import Tiers
+from cache.verifier import Pair, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +99,13 @@ class Lookup:
         self._aliases.remove(key.exact)
         return None
 
-    def explain(self, key: PromptKey, embedding: Vector | None, now: float) -> list[Explained]:
+    def explain(
+        self,
+        key: PromptKey,
+        embedding: Vector | None,
+        now: float,
+        verifier: Verifier | None = None,
+    ) -> list[Explained]:
         """Every candidate with what speaks against it; changes nothing.
 
         Raises:
@@ -117,15 +126,30 @@ class Lookup:
                 None if similarity is None else min(similarity, 1.0),
                 refusal_of(entry, key, now, similarity, self._config),
                 now - entry.created,
+                *(
+                    (None, None)
+                    if similarity is None or embedding is None
+                    else _in_other_words(entry, key, embedding, verifier)
+                ),
             )
             for entry, tier, similarity in found
         ]
 
     def _at(self, exact: str, key: PromptKey, now: float) -> Hit | None:
         found = self._tiers.get(exact)
+        if found is None and self._tiers.is_unread and self._fetch(key.partition, exact, now):
+            found = self._tiers.get(exact)
         if found is None or refusal_of(found[0], key, now, None, self._config) is not None:
             return None
         return self._give(*found, now, "exact", 1.0)
+
+    def _fetch(self, partition: str, exact: str, now: float) -> bool:
+        """Whether a store that is not wholly read yet has the entry."""
+        try:
+            return self._tiers.fetch(partition, exact, now)
+        except ColdStoreError as exc:
+            self.note_fault(exc)
+            return False
 
     def _search(self, key: PromptKey, embedding: Vector) -> list[Found]:
         return self._tiers.search(key.partition, embedding, self._config.num_candidates)
@@ -210,7 +234,8 @@ class Lookup:
             self._counts["promotions"] += 1
         if tier == "L3":
             self._counts["cold_hits"] += 1
-        age_s = now - entry.created
+        # One from another machine may be of a moment to come.
+        age_s = max(0.0, now - entry.created)
         return Hit(entry.answer, outcome, tier, similarity, age_s, entry.id, promote, verdict)
 
     def _answer(self, entry: Entry, tier: Tier) -> StoredAnswer | None:
@@ -232,8 +257,25 @@ class Lookup:
 
     def note_fault(self, fault: Exception | str) -> None:
         """Counts what went wrong inside; to the caller it is as if nothing were held."""
-        logger.warning("cache fault, taken as a miss: %s", fault)
+        if isinstance(fault, RecordGone):
+            logger.info("taken as a miss: %s", fault)
+            return
+        if not isinstance(fault, OutOfReach):
+            logger.warning("cache fault, taken as a miss: %s", fault)
         self._counts["errors"] += 1
+
+
+def _in_other_words(
+    entry: Entry, key: PromptKey, embedding: Vector, verifier: Verifier | None
+) -> tuple[str | None, float | None]:
+    """The veto of the guards and the score of the verifier on a pair."""
+    longest = max(len(entry.key.text), len(key.text))
+    if longest > MAX_PROMPT_CHARS:
+        return f"prompt has {longest} characters, the limit is {MAX_PROMPT_CHARS}", None
+    comparison = compare(understand(entry.key.text), understand(key.text))
+    if comparison.veto is not None or verifier is None or entry.vector is None:
+        return comparison.veto, None
+    return None, float(verifier.score(embedding, [Pair(comparison, entry.vector)])[0])
 
 
 def check_unit(embedding: Vector) -> None:

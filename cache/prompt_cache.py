@@ -28,8 +28,13 @@ from cache.lru_k import EvictionPolicy
 from cache.outcome import Hit, Miss
 from cache.probation import KnownMisses, MissBuckets
 from cache.quarantine import Quarantine
+from cache.sharing import Condemned, Removal, pack, unpack
 from cache.stats import CacheStats, EntryFilter, EntryInfo, Explained, TenantStats
 from cache.tiers import Tiers
+from cache.verifier import Verifier
+
+MAX_TAKEN_IN = 32
+"""Records or changes of others that one look-up takes in: a few milliseconds at most."""
 
 __all__ = ["ENTRY_OVERHEAD_BYTES", "CacheConfig", "CacheStats", "Hit", "Miss", "PromptCache"]
 
@@ -39,10 +44,11 @@ class PromptCache:
 
     Args:
         clock: seconds, never backwards. Records of a store that outlives the process need
-            one that goes on between processes.
+            one that goes on between processes (`cache.wall_clock`).
         policy: makes the policy that picks who leaves the warm tier when that many bytes
             are held; None is the one that the config names.
-        store: of the cold tier; None is one in memory.
+        store: of the cold tier; None is one in memory. One that outlives the process, or that
+            others share, keeps what is in the warm tier too.
         decider: decides on the semantic path; None lets the same wording pass only.
         rng: jitters what is remembered of misses.
     """
@@ -61,6 +67,8 @@ class PromptCache:
         self._clock = clock
         self._decider = decider
         self._counts: Counter[str] = Counter()
+        self._num_removals = 0
+        self._owed: list[tuple[EntryFilter, float]] = []
         self._aliases = AliasMap(config.max_alias_bytes)
         self._known_misses = KnownMisses(clock, rng or random.Random())
         self._buckets = MissBuckets(config.miss_rate_per_s, config.miss_burst)
@@ -164,19 +172,35 @@ class PromptCache:
 
     def find(self, which: EntryFilter) -> list[EntryInfo]:
         """The entries that are meant, without their answers."""
-        return self._inventory.find(which, self._expire())
+        return self._inventory.find(which, self._expire_all())
 
     def delete(self, which: EntryFilter) -> int:
         """Removes the entries that are meant, and returns how many."""
-        return self._inventory.delete(which, self._expire())
+        now = self._expire_all()
+        num_removed = self._remove(which, now)
+        self._announce(Removal(which))
+        if self._tiers.is_unread or not self._sweep(which, now):
+            self._owed.append((which, now))
+        return num_removed
 
-    def explain(self, key: PromptKey, embedding: Vector | None) -> list[Explained]:
+    @property
+    def epoch(self) -> int:
+        """Raised with each removal that was asked for, here or where the store is shared.
+
+        Whoever holds copies of answers forgets them when it changes.
+        """
+        self._expire()
+        return self._num_removals
+
+    def explain(
+        self, key: PromptKey, embedding: Vector | None, verifier: Verifier | None = None
+    ) -> list[Explained]:
         """Every candidate for a question with what speaks against it; changes nothing.
 
         Raises:
             ValueError: `embedding` is not usable.
         """
-        return self._lookup.explain(key, embedding, self._expire())
+        return self._lookup.explain(key, embedding, self._expire(), verifier)
 
     def feedback(self, entry_id: str, *, was_right: bool, verdict: Verdict | None = None) -> bool:
         """Takes note of whether an answer was right; False when the entry is not held any more.
@@ -185,7 +209,7 @@ class PromptCache:
         """
         if verdict is not None and self._decider is not None:
             self._decider.record(verdict, was_right=was_right)
-        is_held = bool(self._inventory.entries(EntryFilter(id=entry_id), self._expire()))
+        is_held = bool(self._inventory.entries(EntryFilter(id=entry_id), self._expire_all()))
         if is_held and not was_right:
             self.quarantine(entry_id)
         return is_held
@@ -195,32 +219,37 @@ class PromptCache:
 
         Near entries stay, for equal questions only. Returns how many were concerned.
         """
-        now = self._expire()
+        now = self._expire_all()
         concerned = set()
         for wrong in self._inventory.entries(EntryFilter(id=entry_id), now):
-            concerned.add(wrong.key.exact)
+            condemned = Condemned(wrong.key.partition, wrong.key.exact, wrong.vector)
+            self._announce(condemned)
             self._tiers.remove(wrong.key.exact)
-            if wrong.vector is not None:
-                partition = wrong.key.partition
-                self._quarantine.add(partition, wrong.key.exact, wrong.vector, now)
-                for entry in self._inventory.entries(EntryFilter(partition=partition), now):
-                    if entry.vector is not None and self._quarantine.covers(
-                        partition, entry.vector
-                    ):
-                        concerned.add(entry.key.exact)
-                        self._tiers.unindex(entry.key.exact)
+            near = self._close(condemned, now)
+            concerned |= {wrong.key.exact, *near}
+            for exact in near:
+                try:
+                    self._tiers.rewrite(exact)
+                except (ColdStoreError, ValueError) as exc:
+                    self._lookup.note_fault(exc)
         self._aliases.remove_targets(concerned)
+        self._num_removals += 1
         self._counts["quarantined"] += len(concerned)
         return len(concerned)
 
     def export(self, which: EntryFilter | None = None) -> Iterator[dict[str, Any]]:
         """Entries as records of plain values; what changes meanwhile may be in or not."""
-        keys = [
-            entry.key for entry in self._inventory.entries(which or EntryFilter(), self._expire())
-        ]
-        for key in keys:
+        yield from self.records(self.exact_keys(which or EntryFilter()))
+
+    def exact_keys(self, which: EntryFilter) -> list[str]:
+        """The exact keys of the entries that are meant."""
+        return [entry.key.exact for entry in self._inventory.entries(which, self._expire_all())]
+
+    def records(self, exact_keys: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """The entries of these keys that are held, as records."""
+        for exact in exact_keys:
             try:
-                record = self._inventory.record(key.exact, self._expire())
+                record = self._inventory.record(exact, self._expire())
             except (ColdStoreError, ValueError) as exc:
                 self._lookup.note_fault(exc)
                 continue
@@ -250,9 +279,10 @@ class PromptCache:
         self._counts["errors"] += 1
 
     def stats(self) -> CacheStats:
-        warm, cold = self._tiers.warm, self._tiers.cold
+        warm, cold, shared = self._tiers.warm, self._tiers.cold, self._tiers.shared
+        store_errors = 0 if shared is None else shared.errors_total
         return CacheStats(
-            **self._counts,
+            **(self._counts | {"errors": self._counts["errors"] + store_errors}),
             entries=len(warm),
             bytes=warm.bytes,
             cold_entries=0 if cold is None else len(cold),
@@ -264,6 +294,88 @@ class PromptCache:
     def tenant_stats(self) -> list[TenantStats]:
         """What each tenant holds in each tier."""
         return self._inventory.tenant_stats()
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Waits until a store that outlives the process has all that was written; whether it has."""
+        shared = self._tiers.shared
+        return shared is None or shared.flush(timeout_s)
+
+    def close(self) -> None:
+        """Lets such a store write what waits, and ends it."""
+        if self._tiers.shared is not None:
+            self._tiers.shared.close()
+
+    def _remove(self, which: EntryFilter, now: float) -> int:
+        self._num_removals += 1
+        return self._inventory.delete(which, now)
+
+    def _sweep(self, which: EntryFilter, now: float) -> bool:
+        """Deletes what is meant and only the store knows of; whether it could."""
+        try:
+            if self._tiers.has_left_out:
+                self._inventory.sweep(which, now)
+        except ColdStoreError as exc:
+            self._lookup.note_fault(exc)
+            return False
+        return True
+
+    def _close(self, condemned: Condemned, now: float) -> set[str]:
+        """Closes the neighbourhood of a wrong answer; returns the keys of those that are in it."""
+        partition, vector = condemned.partition, condemned.vector
+        near: set[str] = set()
+        if vector is not None:
+            self._quarantine.add(partition, condemned.exact, vector, now)
+            for entry in self._inventory.entries(EntryFilter(partition=partition), now):
+                if entry.vector is not None and self._quarantine.covers(partition, entry.vector):
+                    near.add(entry.key.exact)
+                    self._tiers.unindex(entry.key.exact)
+        return near
+
+    def _announce(self, notice: Removal | Condemned) -> None:
+        if self._tiers.shared is not None:
+            self._tiers.shared.announce(pack(notice))
+
+    def _take_in(self, limit: int | None, now: float) -> None:
+        """Goes on with what the store held before, and hears what others did to it."""
+        self._tiers.take_over(now, limit)
+        if self._owed and not self._tiers.is_unread:
+            # Those, too, that were out of reach when it was asked for.
+            owed, self._owed = self._owed, []
+            for which, asked in owed:
+                self._remove(_as_of(which, asked, now), now)
+                if not self._sweep(_as_of(which, asked, now), now):
+                    self._owed.append((which, asked))
+        shared = self._tiers.shared
+        while shared is not None and (limit is None or limit > 0):
+            change = shared.take_change()
+            if change is None:
+                return
+            limit = None if limit is None else limit - 1
+            match change.kind:
+                case "put":
+                    self._known_misses.forget(change.partition)
+                    self._tiers.adopt(
+                        change.partition, change.record_id, change.data, now, is_news=True
+                    )
+                case "gone":
+                    self._tiers.lose_record(change.record_id)
+                case "notice":
+                    self._obey(unpack(change.data), now)
+                case "emptied":
+                    self._tiers.record_anew()
+                case "reset":
+                    self._tiers.start_anew()
+                    self._num_removals += 1
+
+    def _obey(self, notice: Removal | Condemned | None, now: float) -> None:
+        """Does what another process did."""
+        match notice:
+            case Removal(which):
+                self._remove(which, now)
+            case Condemned(exact=exact):
+                self._num_removals += 1
+                self._tiers.forget(exact)
+                self._aliases.remove_targets({exact, *self._close(notice, now)})
 
     def _put(self, entry: Entry, now: float) -> bool:
         key = entry.key
@@ -292,8 +404,27 @@ class PromptCache:
                 key.partition, key.exact, Miss(miss.similarity, miss.reason, id=miss.id)
             )
 
+    def _expire_all(self) -> float:
+        """As `_expire`, for those who must see everything that the store holds."""
+        self._take_in(None, self._clock())
+        return self._expire()
+
     def _expire(self) -> float:
         now = self._clock()
+        if self._tiers.is_behind or self._owed:
+            self._take_in(MAX_TAKEN_IN, now)
         self._quarantine.expire(now)
         self._tiers.expire(now)
         return now
+
+
+def _as_of(which: EntryFilter, asked: float, now: float) -> EntryFilter:
+    """The filter for what it meant when it was asked for, and for nothing newer."""
+    passed_s, younger_s = now - asked, which.younger_than_s
+    # What was stored at that very moment is meant too.
+    older_s = -0.001 if which.older_than_s is None else which.older_than_s
+    return replace(
+        which,
+        older_than_s=older_s + passed_s,
+        younger_than_s=None if younger_s is None else younger_s + passed_s,
+    )

@@ -81,7 +81,12 @@ class EntryInfo:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A candidate for a question, and why it may not be given; `refusal` None: it may."""
+    """A candidate for a question, and why it may not be given as the same wording; None: it may.
+
+    Attributes:
+        veto: of the guards, against its being asked in other words.
+        score: the verifier's, where no veto stands against it and there is a verifier.
+    """
 
     id: str
     tier: Tier
@@ -89,6 +94,8 @@ class Explained:
     similarity: float | None
     refusal: str | None
     age_s: float
+    veto: str | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,10 @@ from cache.reading import Reading
 
 DATA = Path(__file__).parent / "data" / "verifier.npz"
 NUM_WORDING_FEATURES = 28
+UNEXPLAINED, NUM_TOKENS = 2, 27
+"""Places among the wording features: the share of tokens without a counterpart, and the least
+number of tokens."""
+MIN_LONG_TOKENS = 5
 
 
 class Pair(NamedTuple):
@@ -39,7 +43,9 @@ class Pair(NamedTuple):
 class Weights:
     """The model: `sigmoid(relu(x @ hidden + hidden_bias) @ output + output_bias)`.
 
-    `mean` and `scale`, (F,), even the features out; `hidden` is (F, H), `output` (H,).
+    `mean` and `scale`, (F,), even the features out; `hidden` is (F, H), `output` (H,). Of longer
+    pairs that are reworded throughout, `likeness`, (W,), and its bias judge by the wording
+    features alone: what the rest has learnt from questions does not carry over to paragraphs.
     """
 
     mean: NDArray[np.float32]
@@ -48,6 +54,8 @@ class Weights:
     hidden_bias: NDArray[np.float32]
     output: NDArray[np.float32]
     output_bias: float
+    likeness: NDArray[np.float32]
+    likeness_bias: float
 
 
 class Verifier:
@@ -79,6 +87,8 @@ class Verifier:
                     hidden_bias=file["hidden_bias"].astype(np.float32),
                     output=file["output"].astype(np.float32),
                     output_bias=float(file["output_bias"]),
+                    likeness=file["likeness"].astype(np.float32),
+                    likeness_bias=float(file["likeness_bias"]),
                 )
                 calibration = [Evidence(float(r), float(w)) for r, w in file["calibration"]]
             except KeyError as exc:
@@ -111,6 +121,10 @@ class Verifier:
         even = np.clip((rows - weights.mean) * weights.scale, -5.0, 5.0)
         hidden = np.maximum(even @ weights.hidden + weights.hidden_bias, 0.0)
         logits = hidden @ weights.output + weights.output_bias
+        wording = rows[:, -NUM_WORDING_FEATURES:]
+        is_reworded = (wording[:, UNEXPLAINED] > 0) & (wording[:, NUM_TOKENS] >= MIN_LONG_TOKENS)
+        likeness = wording @ weights.likeness + weights.likeness_bias
+        logits = np.where(is_reworded, likeness, logits)
         return np.asarray(1.0 / (1.0 + np.exp(-np.clip(logits, -30, 30))), dtype=np.float32)
 
 
@@ -201,6 +215,8 @@ def save(
         hidden_bias=weights.hidden_bias,
         output=weights.output,
         output_bias=np.float32(weights.output_bias),
+        likeness=weights.likeness,
+        likeness_bias=np.float32(weights.likeness_bias),
         calibration=np.array([(e.right, e.wrong) for e in calibration], dtype=np.float32),
         about=np.array(json.dumps(about)),
     )

@@ -61,6 +61,15 @@ class WarmTier:
     def fits(self, entry: Entry) -> bool:
         return entry.size_bytes <= self._max_size
 
+    def has_room(self, entry: Entry) -> bool:
+        """Whether nothing need leave for the entry."""
+        size = entry.size_bytes
+        return (
+            self.fits(entry)
+            and self._policy.currsize + size <= self._max_bytes
+            and self._tenants.must_leave(entry.key.tenant, size) is None
+        )
+
     def search(self, partition: str, vector: Vector, top: int) -> list[tuple[Entry, float]]:
         """The nearest entries of the partition with their similarities, nearest first.
 

@@ -7,6 +7,7 @@ carries its name, so that no sum falls when one of them goes.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+NOTHING = 2.0
+"""Stands for a least score that no answer reaches."""
 BREAKER_STATES = ("closed", "half_open", "open")
 
 Stats = Mapping[str, Any]
@@ -36,19 +39,27 @@ class IngressStats:
         ingress: its name, unique among all that ever were.
         requests: `RequestOutcomes.stats()`.
         breaker: `Breaker.stats()`; empty without a cache.
+        checks: `ShadowChecks.stats()`.
         routing: counts of the router's choices, by name.
+        accounts: `Accounts.stats()`; empty without a store, as is `ledger`.
+        ledger: `UsageLedger.stats()`.
     """
 
     ingress: str
     open_connections: int = 0
     cache_call_errors: int = 0
     front_hits: int = 0
+    front_entries: int = 0
+    front_bytes: int = 0
     coalesced_total: int = 0
     failovers_total: int = 0
     resumes_total: int = 0
     requests: Stats = field(default_factory=dict)
     breaker: Stats = field(default_factory=dict)
+    checks: Mapping[str, int] = field(default_factory=dict)
     routing: Mapping[str, int] = field(default_factory=dict)
+    accounts: Mapping[str, int] = field(default_factory=dict)
+    ledger: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,6 +87,7 @@ class _Page(Collector):
         yield from _of_caches(self._stats.caches, self._stats.ingresses)
         yield from _of_ingresses(self._stats.ingresses)
         yield from _of_requests(self._stats.ingresses)
+        yield from _of_accounts(self._stats.ingresses)
 
 
 def _of_models(models: Sequence[Stats]) -> Iterable[Metric]:
@@ -95,12 +107,27 @@ def _of_models(models: Sequence[Stats]) -> Iterable[Metric]:
         ("replica_requests_running", "Requests being computed by a replica.", "running"),
         ("replica_requests_waiting", "Requests queued in a replica.", "waiting"),
         ("replica_tokens_pending", "Tokens that a replica has yet to compute.", "tokens"),
+        (
+            "replica_admission_batch_size",
+            "Most requests that join a replica's engine at once.",
+            "admission_batch_size",
+        ),
+        (
+            "replica_admission_wait_seconds",
+            "Longest wait of a request for others to join with.",
+            "admission_wait_s",
+        ),
     ):
         yield _gauges(name, help, ["replica"], _each(models, "replica", key))
     for name, help, key in (
         ("replica_prompt_tokens", "Prompt tokens computed by a replica.", "prompt_tokens_total"),
         ("replica_generated_tokens", "Tokens sampled by a replica.", "generated_tokens_total"),
         ("replica_steps", "Steps of a replica's engine.", "steps_total"),
+        (
+            "replica_preemptions",
+            "Running requests of a replica that waited again for a higher priority.",
+            "preemptions_total",
+        ),
     ):
         yield _counters(name, help, ["replica"], _each(models, "replica", key))
 
@@ -114,10 +141,56 @@ def _of_caches(caches: Sequence[Stats], ingresses: Sequence[Stats]) -> Iterable[
     yield _counters("cache_lookups", "Questions put to the cache.", ["outcome"], _rows(lookups))
     yield _gauge("cache_entries", "Answers held.", _sum(caches, "entries"))
     yield _gauge("cache_bytes", "Memory they take.", _sum(caches, "bytes"))
+    for name, help, keys in (
+        ("cache_tier_entries", "Answers held by a tier.", ("entries", "cold_entries")),
+        ("cache_tier_bytes", "Size of a tier.", ("bytes", "cold_bytes")),
+    ):
+        held = [((tier,), _sum(caches, key)) for tier, key in zip(("L2", "L3"), keys, strict=True)]
+        held.append((("L1",), _sum(ingresses, f"front_{keys[0]}")))
+        yield _gauges(name, help, ["tier"], held)
+    yield from _of_checks(caches, ingresses)
     yield _counter("cache_stores", "Answers stored.", _sum(caches, "stores"))
     yield _counter("cache_evictions", "Answers evicted.", _sum(caches, "evictions"))
     errors = _sum(caches, "errors") + _sum(ingresses, "cache_call_errors")
     yield _counter("cache_errors", "Failed look-ups and stores.", errors)
+
+
+def _of_checks(caches: Sequence[Stats], ingresses: Sequence[Stats]) -> Iterable[Metric]:
+    """Whether the answers by meaning are right, as far as it was looked at."""
+    found: Counter[str] = Counter()
+    for cache in caches:
+        found.update(cache.get("checks", {}))
+    is_blind, asked = found.pop("is_blind", 0), found.pop("asked", 0)
+    yield _counters("cache_checks", "Shadow checks by what they found.", ["found"], _rows(found))
+    yield _counter("cache_checks_asked", "Shadow checks that the error budget asked for.", asked)
+    yield _gauge(
+        "cache_checks_blind", "Cache replicas whose checks come to nothing for too long.", is_blind
+    )
+    yield _counters(
+        "cache_shadow_checks",
+        "Shadow checks by what became of them: run, free (the model answered anyway), dropped.",
+        ["ingress", "outcome"],
+        _by_ingress(ingresses, lambda stats: _rows(stats.get("checks", {}))),
+    )
+    states: dict[str, list[Mapping[str, Any]]] = {}
+    for cache in caches:
+        for category, state in cache.get("budget", {}).items():
+            states.setdefault(_nameless(category), []).append(state)
+    for name, help, key, of_all in (
+        ("least_score", "Least score that is served; 2: none is.", "least_score", max),
+        ("wrong_rate_at_most", "Upper bound of wrong answers among checks, 95 %.", "bound", max),
+        ("window", "Checks that are remembered.", "window", sum),
+    ):
+        rows = [
+            ((category,), float(of_all(NOTHING if s[key] is None else s[key] for s in told)))
+            for category, told in sorted(states.items())
+        ]
+        yield _gauges(f"cache_budget_{name}", help, ["category"], rows)
+
+
+def _nameless(category: str) -> str:
+    """Stands for a category, which is a tenant, where anybody may read."""
+    return hashlib.sha256(category.encode("utf-8", "surrogatepass")).hexdigest()[:8]
 
 
 def _of_ingresses(ingresses: Sequence[Stats]) -> Iterable[Metric]:
@@ -151,6 +224,23 @@ def _of_ingresses(ingresses: Sequence[Stats]) -> Iterable[Metric]:
             if stats.get("breaker")
         ]
         yield _counters(name, help, ["ingress"], _each(breakers, "ingress", key))
+
+
+def _of_accounts(ingresses: Sequence[Stats]) -> Iterable[Metric]:
+    kept = [stats for stats in ingresses if stats.get("accounts")]
+    accounts = [{"ingress": stats["ingress"], **stats["accounts"]} for stats in kept]
+    ledgers = [{"ingress": stats["ingress"], **stats["ledger"]} for stats in kept]
+    for name, help, replicas, key in (
+        ("account_store_up", "1: the store of accounts was read last time.", accounts, "store_up"),
+        ("usage_rows_pending", "Tenants and days that are not written.", ledgers, "pending_rows"),
+    ):
+        yield _gauges(name, help, ["ingress"], _each(replicas, "ingress", key))
+    for name, help, replicas, key in (
+        ("account_reads_failed", "Failed reads of accounts.", accounts, "read_errors_total"),
+        ("usage_writes_failed", "Failed writes of usage.", ledgers, "flush_errors_total"),
+        ("usage_requests_lost", "Requests missing in the usage.", ledgers, "lost_requests_total"),
+    ):
+        yield _counters(name, help, ["ingress"], _each(replicas, "ingress", key))
 
 
 def _of_requests(ingresses: Sequence[Stats]) -> Iterable[Metric]:

@@ -18,6 +18,7 @@ import ray
 from ray import serve
 
 from deployments import wire
+from deployments.admission_window import AdmissionBounds, AdmissionWindow
 from deployments.engine.build import EngineSpec, build_engine
 from deployments.engine.runner import available_cores
 from deployments.engine.sequence import Sequence
@@ -37,26 +38,6 @@ class ModelSpec:
     engine: EngineSpec
     leases: BusLeases
     log_level: str
-
-
-@dataclasses.dataclass(frozen=True)
-class AdmissionWindow:
-    """The part that changes while serving (`user_config`): how many requests join at once.
-
-    Raises:
-        ValueError: a value is out of range; the message names it and the limits.
-    """
-
-    max_batch_size: int = 32
-    batch_wait_timeout_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_batch_size <= 4096:
-            raise ValueError(f"max_batch_size is {self.max_batch_size}, allowed are 1 to 4096")
-        if not 0 <= self.batch_wait_timeout_s <= 10:
-            raise ValueError(
-                f"batch_wait_timeout_s is {self.batch_wait_timeout_s}, allowed are 0 to 10"
-            )
 
 
 def _num_cores(spec: EngineSpec) -> int:
@@ -81,14 +62,15 @@ class ModelReplica:
         self._service = ModelService(
             engine, spec.info, replica=replica, leases=spec.leases, clock=time.monotonic
         )
+        self._window = AdmissionWindow(AdmissionBounds(), time.monotonic)
+        self._apply_window()
         self._meter = WorkMeter(num_cores=_num_cores(spec.engine))
         engine.on_first_token = self._meter.first_token
         self._clockwork = asyncio.create_task(self._service.keep_time())
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        window = AdmissionWindow(**user_config)
-        self._admit.set_max_batch_size(window.max_batch_size)
-        self._admit.set_batch_wait_timeout_s(window.batch_wait_timeout_s)
+        self._window.set_bounds(AdmissionBounds(**user_config))
+        self._apply_window()
 
     def check_health(self) -> None:
         """Asked by Serve, which replaces a replica that raises."""
@@ -103,13 +85,22 @@ class ModelReplica:
         return self._meter.stats(tokens=load.tokens, running=load.running, waiting=load.waiting)
 
     async def stats(self) -> dict[str, Any]:
-        return self._service.stats()
+        window = self._window.window
+        return self._service.stats() | {
+            "admission_batch_size": window.batch_size,
+            "admission_wait_s": window.wait_s,
+        }
 
     async def submit(self, payload: bytes, *, route: wire.Route) -> bytes:
+        if self._window.update(self._service.load().waiting):
+            self._apply_window()
         return await self._service.submit(payload, self._admit)
 
     async def warm(self, payload: bytes, *, route: wire.Route) -> None:
         await self._service.warm(payload)
+
+    async def tokenize(self, payload: bytes) -> bytes:
+        return await self._service.tokenize(payload)
 
     async def cancel(
         self, names: tuple[str, ...], ingress: str, keep: bool, *, route: wire.Route
@@ -135,6 +126,11 @@ class ModelReplica:
         async with aclosing(self._service.bus(ingress, positions)) as messages:
             async for message in messages:
                 yield message
+
+    def _apply_window(self) -> None:
+        window = self._window.window
+        self._admit.set_max_batch_size(window.batch_size)
+        self._admit.set_batch_wait_timeout_s(window.wait_s)
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.0)
     async def _admit(self, sequences: list[Sequence]) -> list[int | ServingError]:

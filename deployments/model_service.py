@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
 from typing import Any
 
@@ -19,7 +20,8 @@ from deployments import wire
 from deployments.bus import BusHub, BusStream
 from deployments.engine.async_engine import AsyncEngine
 from deployments.engine.sequence import Sequence
-from protocol.errors import ServingError
+from deployments.tool_prompt import tell_tools
+from protocol.errors import InvalidRequest, ServingError
 
 Admit = Callable[[Sequence], Awaitable[int | ServingError]]
 """Brings one sequence to `ModelService.admit`, alone or with others."""
@@ -64,6 +66,7 @@ class ModelService:
             keep_s=leases.keep_s,
             renew_s=leases.renew_s,
         )
+        self._template = str(engine.tokenizer.hf.chat_template or "")
         self.info = msgspec.structs.replace(info, context_length=engine.config.max_model_len)
 
     async def submit(self, payload: bytes, admit: Admit) -> bytes:
@@ -80,9 +83,18 @@ class ModelService:
 
     async def warm(self, payload: bytes) -> None:
         """Packed `InferenceRequest` that is still being written; see `AsyncEngine.warm`."""
-        request = wire.decode_request(payload)
+        request = tell_tools(wire.decode_request(payload), self._template)
         name = f"{request.request_id}.{next(self._numbers)}"
         await self._engine.warm(msgspec.structs.replace(request, request_id=name))
+
+    async def tokenize(self, payload: bytes) -> bytes:
+        """Packed `TokenizeCall` in, packed `TokenizeReply` out."""
+        call = wire.decode_tokenize_call(payload)
+        try:
+            reply = await self._tokenize(call)
+        except ServingError as error:
+            reply = wire.TokenizeReply(refused=error.info)
+        return wire.encode(reply)
 
     def cancel(self, names: tuple[str, ...], ingress: str, *, keep: bool = False) -> None:
         """Gives streams up; unknown ones are nothing new."""
@@ -141,6 +153,28 @@ class ModelService:
         """Gauges and counters, as plain values."""
         return {"replica": self._replica, **dataclasses.asdict(self._engine.stats())}
 
+    async def _tokenize(self, call: wire.TokenizeCall) -> wire.TokenizeReply:
+        tokenizer = self._engine.tokenizer
+        token_ids: SequenceOf[int] = call.token_ids
+        if call.request is None:
+            for token_id in token_ids:
+                if not 0 <= token_id < tokenizer.vocab_size:
+                    raise InvalidRequest(
+                        f"tokens holds {token_id}, the vocabulary has {tokenizer.vocab_size}",
+                        param="tokens",
+                        limit=tokenizer.vocab_size - 1,
+                    )
+        else:
+            request = tell_tools(call.request, self._template)
+            token_ids = (await self._engine.prepare(request)).prompt_token_ids
+            if not call.has_special_tokens:
+                token_ids = token_ids[len(tokenizer.encode_prompt("")) :]
+        return wire.TokenizeReply(
+            token_ids=tuple(token_ids),
+            token_texts=tuple(map(tokenizer.token_text, token_ids)),
+            text=await asyncio.to_thread(tokenizer.hf.decode, token_ids),
+        )
+
     async def _accept(self, submit: wire.Submit, admit: Admit) -> wire.Accepted:
         name = submit.request.request_id
         # A former one of this name may still be in the engine.
@@ -148,6 +182,7 @@ class ModelService:
             submit.request, request_id=f"{name}.{next(self._numbers)}"
         )
         output = tuple(token for delta in submit.answered for token in delta.token_ids)
+        request = tell_tools(request, self._template)
         sequence = await self._engine.prepare(request, output_token_ids=output)
         log = self._engine.follow(sequence)
         log.append(*submit.answered)

@@ -28,6 +28,8 @@ MAX_HASHES = 8192
 """Prompt prefixes remembered of one replica: about 1 MB, and a hundred prompts or more."""
 SETTLE_S = 0.25
 """A load report may have left before work that was sent this recently had arrived."""
+IDLE_WITHIN_S = 1.0
+"""Replicas report four times a second."""
 CHARGE_S = 10.0
 """Work that no load report confirms in this time was refused or lost."""
 
@@ -155,6 +157,17 @@ class ReplicaBoard:
         """The last report, if any."""
         replica = self._replicas.get(name)
         return None if replica is None or replica.reported_s is None else replica.load
+
+    def num_reported(self) -> int:
+        """Requests on all replicas, as they last told."""
+        with self._lock:
+            return sum(each.load.running + each.load.waiting for each in self._replicas.values())
+
+    def is_idle(self) -> bool:
+        """Whether a replica has told lately how it is, and none has or was sent anything to do."""
+        with self._lock:
+            is_known = any(self.has_reported(name, IDLE_WITHIN_S) for name in self._names)
+            return is_known and not any(each.requests for each in self._replicas.values())
 
     def has_reported(self, name: str, within_s: float) -> bool:
         """Whether the replica showed a sign of life so recently."""

@@ -6,6 +6,8 @@ decodes in a newer one as long as fields are only added.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from protocol.errors import ErrorInfo
@@ -136,11 +138,79 @@ class StoredStream(msgspec.Struct, frozen=True, kw_only=True):
     terminal: Terminal
 
 
+class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is to be compared with the model's own answer, to learn whether a score can be trusted.
+
+    Args:
+        id: of the entry; with the rest, what the cache needs to know its decision again.
+        stored: the packed `StoredStream` that would have been given; None on a hit, where it was.
+    """
+
+    id: str
+    action: Literal["serve", "shadow"]
+    score: float | None
+    check_rate: float
+    category: str
+    stored: bytes | None = None
+
+
 class LookupReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The cache's answer; `stored` is a packed `StoredStream` on a hit."""
+    """The cache's answer; `stored` is a packed `StoredStream` on a hit.
+
+    `promote` says that the ingress may hold it for this very request, if `epoch` still is the
+    replica's. With `check` the model's answer is due: on a miss the one that it gives anyway.
+    """
 
     outcome: CacheOutcome
     stored: bytes | None = None
+    promote: bool = False
+    check: Check | None = None
+    epoch: str = ""
+
+
+class CheckCall(msgspec.Struct, frozen=True, kw_only=True):
+    """Two packed answers to compare: the cache's, and the one that the model gave for it."""
+
+    check: Check
+    stored: bytes
+    given: bytes
+
+
+class CheckReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What the comparison found; `unclear` counts as wrong, but condemns no entry."""
+
+    agreement: Literal["right", "wrong", "unclear"]
+
+
+class EntryQuery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which stored answers are meant; see `cache.stats.EntryFilter`."""
+
+    id: str | None = None
+    prompt: str | None = None
+    tenant: str | None = None
+    model: str | None = None
+    tag: str | None = None
+    older_than_s: float | None = None
+    younger_than_s: float | None = None
+
+
+class ManageCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that an operator asks of every cache replica; see `deployments.cache_admin`.
+
+    `records` are lines of an export, numbered from `first` on.
+    """
+
+    action: Literal[
+        "find", "delete", "explain", "feedback", "quarantine", "keys", "records", "import", "stats"
+    ]
+    which: EntryQuery = EntryQuery()
+    limit: int = 0
+    request: InferenceRequest | None = None
+    model_revision: str = ""
+    was_right: bool = False
+    keys: tuple[str, ...] = ()
+    records: tuple[bytes, ...] = ()
+    first: int = 1
 
 
 class StoreCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +230,37 @@ class LookupCall(msgspec.Struct, frozen=True, kw_only=True):
     model_revision: str
 
 
+class TokenizeCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prompt to tokenise as a request's would be, or else token ids to decode."""
+
+    request: InferenceRequest | None = None
+    has_special_tokens: bool = True
+    token_ids: tuple[int, ...] = ()
+
+
+class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Token ids with the text of each, and the text of all; or why there is none."""
+
+    token_ids: tuple[int, ...] = ()
+    token_texts: tuple[str, ...] = ()
+    text: str = ""
+    refused: ErrorInfo | None = None
+
+
+class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """Texts to embed, for a client and not for the cache."""
+
+    texts: tuple[str, ...]
+
+
+class EmbedReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Unit-norm float32 vectors as their bytes, and the tokens of all texts; or why there are none."""
+
+    vectors: tuple[bytes, ...] = ()
+    num_tokens: int = 0
+    refused: ErrorInfo | None = None
+
+
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(InferenceRequest).decode
 decode_submit = msgspec.msgpack.Decoder(Submit).decode
@@ -167,8 +268,15 @@ decode_submit_reply = msgspec.msgpack.Decoder(SubmitReply).decode
 decode_bus_message = msgspec.msgpack.Decoder(BusMessage).decode
 decode_attached = msgspec.msgpack.Decoder(Attached).decode
 decode_found = msgspec.msgpack.Decoder(Found).decode
+decode_tokenize_call = msgspec.msgpack.Decoder(TokenizeCall).decode
+decode_tokenize_reply = msgspec.msgpack.Decoder(TokenizeReply).decode
+decode_embed_call = msgspec.msgpack.Decoder(EmbedCall).decode
+decode_embed_reply = msgspec.msgpack.Decoder(EmbedReply).decode
 decode_info = msgspec.msgpack.Decoder(ModelInfo).decode
 decode_stored = msgspec.msgpack.Decoder(StoredStream).decode
 decode_lookup_reply = msgspec.msgpack.Decoder(LookupReply).decode
 decode_lookup_call = msgspec.msgpack.Decoder(LookupCall).decode
 decode_store_call = msgspec.msgpack.Decoder(StoreCall).decode
+decode_check_call = msgspec.msgpack.Decoder(CheckCall).decode
+decode_check_reply = msgspec.msgpack.Decoder(CheckReply).decode
+decode_manage_call = msgspec.msgpack.Decoder(ManageCall).decode

@@ -12,6 +12,7 @@
     │   ├── CacheMiss            cache_miss              `cache: only` found nothing: ask without it
     │   └── BadState            bad_state                the frame does not fit the request's state
     ├── Unauthorized            unauthorized             send a valid key
+    ├── Forbidden               forbidden                use a key that may
     ├── OriginRefused           origin_refused           open the page from an allowed origin
     ├── RateLimited             rate_limited             retry after `retry_after_s`
     ├── Overloaded              overloaded               retry after `retry_after_s`
@@ -149,6 +150,12 @@ class Unauthorized(ServingError):
     openai_type = "authentication_error"
 
 
+class Forbidden(ServingError):
+    code = "forbidden"
+    http_status = 403
+    openai_type = "permission_error"
+
+
 class OriginRefused(ServingError):
     code = "origin_refused"
     http_status = 403
@@ -206,6 +213,7 @@ ERROR_BY_CODE: dict[str, type[ServingError]] = {
         BadState,
         CacheMiss,
         Unauthorized,
+        Forbidden,
         OriginRefused,
         RateLimited,
         Overloaded,

@@ -69,7 +69,10 @@ class Terminal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the prompt cache decided. On a miss, `similarity` and `reason` tell of the best candidate."""
+    """What the prompt cache decided. On a miss, `similarity` and `reason` tell of the best candidate.
+
+    `id` names the stored answer that was given, or, on a miss, what this one is stored as.
+    """
 
     # Made by a factory because omit_defaults leaves out plain defaults, and this must be there.
     outcome: CacheResult = msgspec.field(default_factory=lambda: "miss")
@@ -77,6 +80,7 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     similarity: float | None = None
     age_s: float | None = None
     reason: str | None = None
+    id: str | None = None
 
 
 class TokenLog:

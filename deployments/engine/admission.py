@@ -218,8 +218,8 @@ class FairQueue:
     """Waiting sequences, served round robin over their tenants.
 
     Within a tenant answers that were begun elsewhere are first, because somebody is reading
-    them, then the higher priority, and the earlier one among equals: a tenant's backlog and its
-    priorities hold up nobody but itself.
+    them, then the higher priority, and among equals who had a place and lost it, then the
+    earlier one: a tenant's backlog and its priorities hold up nobody but itself.
     """
 
     def __init__(self) -> None:
@@ -234,6 +234,11 @@ class FairQueue:
     def head(self) -> Sequence | None:
         """The next one to be served."""
         return next(iter(self._queues.values()))[0] if self._queues else None
+
+    @property
+    def heads(self) -> Iterator[Sequence]:
+        """Every tenant's next one, in the order of their turns."""
+        return (queue[0] for queue in self._queues.values())
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain.from_iterable(self._queues.values())
@@ -259,5 +264,7 @@ class FairQueue:
                 self._queues[seq.share] = queue
 
 
-def _rank(seq: Sequence) -> tuple[bool, int]:
-    return not seq.output_token_ids, -seq.priority
+def _rank(seq: Sequence) -> tuple[bool, int, bool]:
+    was_preempted = seq.num_preemptions > 0
+    is_begun_elsewhere = bool(seq.output_token_ids) and not was_preempted
+    return not is_begun_elsewhere, -seq.priority, not was_preempted

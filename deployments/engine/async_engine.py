@@ -16,6 +16,7 @@ from deployments.engine.engine import Emission, Engine, EngineStats, internal_er
 from deployments.engine.loop import EngineLoop
 from deployments.engine.preparation import prepare, prepare_warm_up
 from deployments.engine.sequence import Sequence
+from deployments.engine.tokenizer import ChatTokenizer
 from protocol.errors import ServingError
 from protocol.request import InferenceRequest
 from protocol.token_log import Terminal, TokenLog
@@ -155,6 +156,11 @@ class AsyncEngine:
             finished_total=finished,
             refused_total=stats.refused_total + self._num_unprepared,
         )
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """Immutable, so that any thread may use it."""
+        return self._engine.tokenizer
 
     @property
     def config(self) -> EngineConfig:

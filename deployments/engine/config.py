@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,9 @@ class EngineConfig:
             memory holds.
         max_num_batched_tokens: token budget of one step, decodes and prefill together. It
             bounds how long a running stream waits for its next token.
+        prefill_slowdown: longest step with running streams and prompts, as a multiple of one
+            of the streams alone; prompts get less of it then, but never under a block. 0
+            leaves them the whole budget.
         prefill_chunk_tokens: a prompt is cut only at multiples of this, so that the
             arithmetic of a prompt never depends on who else is in the batch.
         prefix_block_tokens: a prompt that begins as an earlier one did is computed from the
@@ -49,6 +53,7 @@ class EngineConfig:
     max_model_len: int = 8192
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
+    prefill_slowdown: float = 2.0
     prefill_chunk_tokens: int = 256
     prefix_block_tokens: int | None = None
     max_waiting: int = 256
@@ -75,6 +80,10 @@ class EngineConfig:
             raise ValueError(f"num_threads is {self.num_threads}, the least is 1")
         if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
             raise ValueError(f"kv_cache_gib is {self.kv_cache_gib}, it must be above 0")
+        if not (self.prefill_slowdown == 0 or 1 <= self.prefill_slowdown < math.inf):
+            raise ValueError(
+                f"prefill_slowdown is {self.prefill_slowdown}, allowed are 0 and from 1 up"
+            )
         if not self.stall_after_s > 0:
             raise ValueError(f"stall_after_s is {self.stall_after_s}, it must be above 0")
         # Every running sequence decodes in every step, and one piece of a prompt still fits:

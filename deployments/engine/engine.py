@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from deployments.engine.admission import Admission
 from deployments.engine.config import EngineConfig
 from deployments.engine.output import AnswerText
+from deployments.engine.pacing import PrefillPace
 from deployments.engine.runner import Runner
 from deployments.engine.sampler import SampledToken, Sampler
 from deployments.engine.scheduler import ScheduledRow, Scheduler, StepPlan
@@ -47,10 +48,11 @@ class EngineStats:
     never accepted.
 
     `tokens` are still to be computed at the most, prompts and answers of all accepted requests;
-    `waiting_tokens` are the prompts of the queued ones. `prefix_query_tokens_total` counts the
+    `waiting_tokens` are the prompts of those that no step has begun with. `prefix_query_tokens_total` counts the
     prompt tokens of all requests that were begun, `prefix_hit_tokens_total` those among them
     that an earlier prompt had left computed; `prompt_tokens_total` counts the others.
-    `warm_up_tokens_total` counts what was computed ahead of requests. `stalled_s` is the time
+    `warm_up_tokens_total` counts what was computed ahead of requests, `preemptions_total` how
+    often a running one had to wait again for a higher priority. `stalled_s` is the time
     since the engine last moved while it had work. Warm-ups are in no other figure.
     """
 
@@ -64,6 +66,7 @@ class EngineStats:
     prefix_query_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
     warm_up_tokens_total: int = 0
+    preemptions_total: int = 0
     finished_total: dict[str, int] = field(default_factory=dict)
     refused_total: int = 0
     last_step_duration_s: float = 0.0
@@ -97,7 +100,8 @@ class Engine:
         self._runner = runner
         self._sampler = sampler or Sampler()
         self.admission = Admission(self.config, clock)
-        self._scheduler = Scheduler(self.config, self._place)
+        self._pace = PrefillPace(self.config.prefill_slowdown, runner.prefix_block_tokens)
+        self._scheduler = self._new_scheduler()
         self._warming = Warming(self.config, runner)
         self._answers: dict[str, tuple[Sequence, AnswerText]] = {}
         self._finished: Counter[str] = Counter()
@@ -105,7 +109,7 @@ class Engine:
         self._complete: list[Sequence] = []
         self._steps = self._generated_tokens = self._prompt_tokens = 0
         self._prefix_query_tokens = self._prefix_hit_tokens = self._tokens_left = 0
-        self._warm_up_tokens = 0
+        self._warm_up_tokens = self._preemptions = 0
         self._last_step_duration_s = 0.0
         self._last_step_s: float | None = None
 
@@ -160,7 +164,7 @@ class Engine:
         plan = self._warming.fill(
             self._scheduler.schedule(),
             len(self._scheduler.running),
-            is_anyone_waiting=bool(self._scheduler.waiting),
+            is_anyone_waiting=self._scheduler.num_waiting > 0,
         )
         if plan.rows:
             started_s = self.clock()
@@ -173,7 +177,7 @@ class Engine:
     def fail_all(self, error: ServingError) -> list[Emission]:
         """Ends every sequence with an error: the way out of an exception in `step` itself."""
         # What the old scheduler holds is not to be trusted after that.
-        self._scheduler = Scheduler(self.config, self._place)
+        self._scheduler = self._new_scheduler()
         self._complete.clear()
         seqs = [seq for seq, _ in self._answers.values()]
         for seq in seqs:
@@ -186,8 +190,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
             tokens=self._tokens_left,
             waiting_tokens=self.admission.num_waiting_tokens,
             steps_total=self._steps,
@@ -196,6 +200,7 @@ class Engine:
             prefix_query_tokens_total=self._prefix_query_tokens,
             prefix_hit_tokens_total=self._prefix_hit_tokens,
             warm_up_tokens_total=self._warm_up_tokens,
+            preemptions_total=self._preemptions,
             finished_total=dict(self._finished),
             last_step_duration_s=self._last_step_duration_s,
             last_step_monotonic_s=self._last_step_s,
@@ -232,9 +237,27 @@ class Engine:
         found = self._answers.get(seq.request_id)
         return found is not None and found[0] is seq
 
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self.config,
+            self._place,
+            self._displace,
+            pace=self._pace,
+            block_tokens=self._runner.prefix_block_tokens,
+        )
+
     def _place(self, seq: Sequence) -> int:
         self._warming.make_way(seq, len(self._scheduler.running))
-        return self._runner.place(seq)
+        num_cached_tokens = self._runner.place(seq)
+        self._tokens_left -= num_cached_tokens
+        return num_cached_tokens
+
+    def _displace(self, seq: Sequence) -> None:
+        """Takes the slot of a sequence that another one preempts."""
+        self._preemptions += 1
+        self._tokens_left += min(seq.num_computed_tokens, len(seq.prompt_token_ids))
+        self._runner.release(seq, is_sound=seq.first_token_s is not None)
+        logger.debug("request %s waits again, for one of a higher priority", seq.request_id)
 
     def _run(self, plan: StepPlan) -> list[Emission]:
         """Computes a plan and moves all its sequences on."""
@@ -243,6 +266,7 @@ class Engine:
             if row.seq.first_scheduled_s is None:
                 self._start(row.seq)
         sampled_seqs = [row.seq for row in requests if row.is_sampled]
+        started_s = self.clock()
         try:
             sampled, is_warm_up_sound = self._compute(plan, sampled_seqs)
         except Exception as exc:
@@ -252,6 +276,9 @@ class Engine:
                 return self._run(StepPlan(requests)) if requests else []
             error = internal_error("step failed", exc)
             return [self._fail(row.seq, error) for row in requests]
+        if plan.warm_up is None:
+            num_decodes = plan.num_decodes
+            self._pace.observe(num_decodes, plan.num_tokens - num_decodes, self.clock() - started_s)
         for row in requests:
             self._advance(row)
         if plan.warm_up is not None:
@@ -278,7 +305,6 @@ class Engine:
         self.admission.start(seq)
         self._prefix_query_tokens += len(seq.prompt_token_ids)
         self._prefix_hit_tokens += seq.num_cached_tokens
-        self._tokens_left -= seq.num_cached_tokens
 
     def _advance(self, row: ScheduledRow) -> None:
         num_prompt = len(row.seq.prompt_token_ids)

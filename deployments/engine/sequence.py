@@ -41,6 +41,8 @@ class Sequence:
         answer: the text side of an answer that goes on; the engine makes one for any other.
         finish_reason: of an answer that was complete when it came.
         num_cached_tokens: first tokens of the prompt that needed no computing.
+        num_preemptions: how often it lost its place to another, and waited again.
+        num_tokens_at_preemption: it had the last time.
         is_warm_up: it computes the beginning of a prompt that is still being written, and answers
             nothing.
     """
@@ -63,6 +65,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_tokens_at_preemption: int = 0
     state: SequenceState = SequenceState.WAITING
     is_abandoned: bool = False
     first_scheduled_s: float | None = None

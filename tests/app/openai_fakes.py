@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 from fastapi import FastAPI
 from starlette.types import Message
 
 from app.openai_errors import install_error_handlers
 from app.openai_routes import build_router
 from app.serving import ModelInfo, Stream
-from protocol.errors import ErrorInfo
+from deployments.wire import EmbedReply, TokenizeCall, TokenizeReply
+from protocol.errors import ErrorInfo, ResumeExpired
 from protocol.request import InferenceRequest
 from protocol.token_log import (
     CacheOutcome,
@@ -29,6 +31,7 @@ from protocol.token_log import (
 
 MODEL = "maker/tiny-model"
 REVISION = "rev-1"
+EMBEDDER = "maker/tiny-embedder"
 
 Script = Callable[[InferenceRequest, TokenLog], None]
 
@@ -111,6 +114,7 @@ class FakeGraph:
 
     script: Script = field(default_factory=lambda: says("Hello", " world"))
     cache: CacheOutcome = field(default_factory=CacheOutcome)
+    token: str = ""
     refusal: Exception | None = None
     gate: asyncio.Event | None = None
     requests: list[InferenceRequest] = field(default_factory=list)
@@ -118,6 +122,7 @@ class FakeGraph:
     cancelled: list[str] = field(default_factory=list)
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     num_abandoned: int = 0
+    warmed: list[InferenceRequest] = field(default_factory=list)
 
     async def model_info(self) -> ModelInfo:
         return ModelInfo(
@@ -141,11 +146,30 @@ class FakeGraph:
             self.cancelled.append(request.request_id)
             log.finish(ending("cancelled", log.next_seq))
 
-        stream = Stream(request=request, log=log, cache=self.cache, cancel=cancel)
+        stream = Stream(request=request, log=log, cache=self.cache, cancel=cancel, token=self.token)
         self.streams.append(stream)
         self.opened.set()
         self.script(request, log)
         return stream
+
+    async def warm(self, request: InferenceRequest) -> None:
+        self.warmed.append(request)
+
+    async def resume_stream(self, token: str, tenant: str) -> Stream:
+        raise ResumeExpired("there is no such stream, or none any more: ask again")
+
+    async def tokenize(self, call: TokenizeCall) -> TokenizeReply:
+        """One token a character."""
+        request = call.request
+        if request is None:
+            return TokenizeReply(text="".join(map(chr, call.token_ids)))
+        text = request.prompt if request.messages is None else request.messages[-1].content
+        assert isinstance(text, str)
+        return TokenizeReply(token_ids=tuple(map(ord, text)), token_texts=tuple(text), text=text)
+
+    async def embed(self, texts: tuple[str, ...]) -> EmbedReply:
+        vectors = tuple(np.array([len(text), 1], dtype="<f4").tobytes() for text in texts)
+        return EmbedReply(vectors=vectors, num_tokens=sum(map(len, texts)))
 
     async def until_open(self, count: int) -> None:
         """Waits until `count` streams were opened."""

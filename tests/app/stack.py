@@ -8,6 +8,7 @@ keep questions apart.
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
@@ -27,8 +28,12 @@ from app.graph import CachePort, Graph, GraphLimits, ModelPort
 from app.resume import ResumeTokens
 from app.settings import parse_settings
 from app.web import build_web
+from cache.budget import ErrorBudget
+from cache.decision import Decider
 from cache.prompt_cache import CacheConfig, PromptCache
+from cache.verifier import Verifier
 from deployments import wire
+from deployments.cache_admin import CacheAdmin
 from deployments.cache_service import CacheService
 from deployments.embedder import EmbedText, Vector
 from deployments.engine.async_engine import AsyncEngine
@@ -279,6 +284,10 @@ class InProcessModel:
             return replica
         raise ConnectionError("no replica")
 
+    async def tokenize(self, payload: bytes) -> bytes:
+        replica = await self._choose("tokenize", wire.Route())
+        return await replica.service.tokenize(payload)
+
     def bus(self, ingress: str, positions: dict[str, int], replica: str) -> TaskRecords:
         return self._replica(replica).bus(ingress, positions)
 
@@ -319,10 +328,16 @@ class InProcessModel:
 
 
 class InProcessCache:
-    """`graph.CachePort` without Serve."""
+    """`graph.CachePort` without Serve.
 
-    def __init__(self, service: CacheService) -> None:
+    Attributes:
+        checks: what was compared, in order.
+    """
+
+    def __init__(self, service: CacheService, admin: CacheAdmin | None = None) -> None:
         self._service = service
+        self._admin = admin
+        self.checks: list[tuple[wire.Check, str]] = []
 
     async def lookup(self, payload: bytes) -> bytes:
         return wire.encode(await self._service.lookup(wire.decode_lookup_call(payload)))
@@ -331,14 +346,48 @@ class InProcessCache:
         self._service.store(wire.decode_store_call(payload))
         await self._service.settle()
 
+    async def embed(self, payload: bytes) -> bytes:
+        return wire.encode(await self._service.embed(wire.decode_embed_call(payload)))
+
+    async def check(self, payload: bytes) -> bytes:
+        call = wire.decode_check_call(payload)
+        found = await self._service.check(call)
+        self.checks.append((call.check, found))
+        return wire.encode(wire.CheckReply(agreement=found))
+
+    async def manage(self, payload: bytes) -> list[bytes]:
+        assert self._admin is not None
+        return [await self._admin.manage(wire.decode_manage_call(payload))]
+
+    async def epochs(self) -> list[str]:
+        return [self._service.epoch()]
+
     async def stats(self) -> list[dict[str, Any]]:
         return [self._service.stats()]
 
 
-def cache_service(embed: EmbedText | None = embed_alike, **options: Any) -> CacheService:
-    cache = PromptCache(CacheConfig(), clock=time.monotonic)
+def cache_service(
+    embed: EmbedText | None = embed_alike, cache: PromptCache | None = None, **options: Any
+) -> CacheService:
+    cache = cache or PromptCache(CacheConfig(), clock=time.monotonic)
     settings = {"embedder_revision": "e-1", "epoch": 0, "embed_timeout_s": PATIENCE_S}
     return CacheService(cache, embed=embed, **{**settings, **options})
+
+
+def whole_cache(
+    embed: EmbedText | None = embed_alike,
+    *,
+    budget: ErrorBudget | None = None,
+    verifier: Verifier | None = None,
+    config: CacheConfig | None = None,
+) -> InProcessCache:
+    """The cache with its operator's side; with a budget it serves more than the same wording."""
+    decider = None
+    if budget is not None:
+        decider = Decider(budget=budget, verifier=verifier, rng=random.Random(0))
+    cache = PromptCache(config or CacheConfig(), clock=time.monotonic, decider=decider)
+    service = cache_service(embed, cache)
+    return InProcessCache(service, CacheAdmin(service, cache, budget=budget, verifier=verifier))
 
 
 LEASES = BusLeases(orphan_s=PATIENCE_S, keep_s=PATIENCE_S, renew_s=PATIENCE_S)
@@ -422,6 +471,7 @@ async def running_stack(
     *,
     runner_type: type[ScriptedRunner] = ScriptedRunner,
     with_cache: bool = True,
+    cache: InProcessCache | None = None,
     num_replicas: int = 1,
     token_interval_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
@@ -455,7 +505,8 @@ async def running_stack(
         replicas.append(InProcessReplica(f"m{number}", service, async_engine, brake))
     board = ReplicaBoard()
     model = InProcessModel(replicas, board)
-    cache = InProcessCache(cache_service()) if with_cache else None
+    if cache is None and with_cache:
+        cache = whole_cache()
     graph = graph_over(model, cache, board, accept_timeout_s=accept_timeout_s, **(limits or {}))
     clockwork = [asyncio.create_task(replica.service.keep_time()) for replica in replicas]
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.front_cache import FrontCache
+from app.front_cache import FrontCache, Kept
 from cache.hot import ENTRY_OVERHEAD_BYTES, MAX_STAY_S
 from deployments.wire import StoredStream
 from protocol.token_log import Terminal, TokenDelta
@@ -16,9 +16,9 @@ class Clock:
         return self.now_s
 
 
-def answer(text: str = "Paris") -> StoredStream:
-    return StoredStream(
-        deltas=(TokenDelta(0, text, (1,)),), terminal=Terminal(finish_reason="stop")
+def answer(text: str = "Paris") -> Kept:
+    return Kept(
+        StoredStream(deltas=(TokenDelta(0, text, (1,)),), terminal=Terminal(finish_reason="stop"))
     )
 
 
@@ -64,3 +64,10 @@ def test_memory_is_bounded_and_the_least_recently_used_leaves() -> None:
     front.keep("huge", "r", answer(), 10_000)
     assert front.find("huge", "r") is None
     assert front.find("a", "r")
+
+
+def test_everything_can_be_forgotten_at_once() -> None:
+    front = FrontCache(10_000, 900, Clock())
+    front.keep("k", "r", answer(), 100)
+    front.clear()
+    assert front.find("k", "r") is None

@@ -186,6 +186,15 @@ class FakeCache:
             raise self.store_error
         self.stores.append(wire.decode_store_call(payload))
 
+    async def check(self, payload: bytes) -> bytes:
+        raise NotImplementedError
+
+    async def manage(self, payload: bytes) -> list[bytes]:
+        raise NotImplementedError
+
+    async def epochs(self) -> list[str]:
+        raise NotImplementedError
+
     async def stats(self) -> list[dict[str, Any]]:
         raise ConnectionError("no cache replica")
 

@@ -318,12 +318,12 @@ async def test_a_strange_request_id_is_replaced(offered: str) -> None:
 
 async def test_errors_of_the_framework_are_openai_errors_too() -> None:
     async with client_of(FakeGraph()) as client:
-        missing = await client.post("/v1/embeddings", json={})
+        missing = await client.post("/v1/images", json={})
         wrong_method = await client.get(CHAT)
         broken = await client.get("/broken", headers={"x-request-id": "mine"})
     assert (missing.status_code, wrong_method.status_code, broken.status_code) == (404, 405, 500)
     assert missing.json()["error"] == {
-        "message": "not found: POST /v1/embeddings",
+        "message": "not found: POST /v1/images",
         "type": "invalid_request_error",
         "param": None,
         "code": "not_found",

@@ -19,6 +19,7 @@ from tests.app.openai_fakes import FakeGraph, chat_body, client_of, strict_json
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "look_up"}}
 PNG = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 
 
@@ -127,16 +128,23 @@ async def test_a_bad_value_is_refused_by_name(field: str, value: str, is_stream:
         (CHAT, chat_body(function_call="auto"), "function_call"),
         (CHAT, chat_body(audio={}), "audio"),
         (CHAT, chat_body(modalities=["text", "audio"]), "modalities"),
-        (CHAT, chat_body(tools=[TOOL], tool_choice="required"), "tool_choice"),
+        (CHAT, chat_body(tool_choice="required"), "tool_choice"),
+        (
+            CHAT,
+            chat_body(
+                tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}
+            ),
+            "tool_choice",
+        ),
         (CHAT, chat_body(tools=[TOOL], tool_choice="maybe"), "tool_choice"),
         (
             CHAT,
             chat_body(
-                tools=[TOOL], tool_choice={"type": "function", "function": {"name": "look_up"}}
+                tools=[TOOL], tool_choice={"type": "function", "function": {"name": "look_down"}}
             ),
             "tool_choice",
         ),
-        (CHAT, chat_body(tools=[TOOL], parallel_tool_calls=False), "parallel_tool_calls"),
+        (CHAT, chat_body(web_search_options={}), "web_search_options"),
         (CHAT, chat_body(tools=["look_up"]), "tools[0]"),
         (CHAT, chat_body(tools=[TOOL, {"type": "function"}]), "tools[1].function"),
         (CHAT, chat_body(tools=[{**TOOL, "type": "retrieval"}]), "tools[0].type"),
@@ -288,6 +296,9 @@ async def test_every_parameter_that_changes_the_answer_reaches_the_graph() -> No
         {"response_format": schema},
         {"tools": [TOOL]},
         {"tools": [TOOL], "tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": NAMED},
+        {"tools": [TOOL], "parallel_tool_calls": False},
     ]
 
     def key(request: Any) -> str:

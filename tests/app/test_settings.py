@@ -180,3 +180,27 @@ def test_every_key_is_described_in_the_operations_page() -> None:
     page = CONFIG.with_name("docs").joinpath("operations.md").read_text()
     assert table in page, "python -m app.settings prints the table"
     assert "|  |" not in table, "a key has no description"
+
+
+@pytest.mark.parametrize(
+    ("store", "named"),
+    [
+        ({"kind": "redis"}, "kind redis needs a url"),
+        ({"kind": "memory", "url": "redis://h"}, "kind memory takes no url"),
+        ({"url": "redis://h"}, "kind sqlite takes no url"),
+        ({"kind": "redis", "url": "redis://h", "path": "f"}, "kind redis takes no path"),
+    ],
+)
+def test_a_store_takes_what_its_kind_needs(store: dict[str, str], named: str) -> None:
+    assert named in refusal("cache.store", store)
+
+
+def test_a_password_in_the_stores_url_is_not_shown() -> None:
+    assert "secret" not in refusal("cache.store.url", "http://:secret@host")
+    assert "secret" not in refusal("cache.store", {"url": "redis://:secret@host"})
+
+
+def test_several_cache_replicas_need_a_store_to_share() -> None:
+    for cache in ({"store": {"kind": "memory"}}, {"cold_bytes": 0}):
+        assert "num_replicas is 2" in refusal("cache", {"num_replicas": 2, **cache})
+    assert parse_settings({"cache": {"num_replicas": 2}}).cache.num_replicas == 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from app.accounts import hash_key
+from app.accounts import Holder, hash_key
 from app.tickets import LIFE_S, SUBPROTOCOL, Claim, Tickets, offered_ticket
 from protocol.errors import Overloaded, Unauthorized
 from tests.app.fake_model import FakeIngress, FakeModel, gateway_on_air, gateway_over
@@ -57,16 +57,16 @@ async def is_good(tickets: Tickets, ticket: str) -> bool:
 @pytest.mark.parametrize("tenant", ["red", "", "red ", "équipe/1|2", "x" * 128])
 async def test_a_ticket_is_good_once_and_for_its_tenant(tenant: str) -> None:
     tickets = Tickets(KEY, "a")
-    ticket = tickets.issue(tenant)
-    assert await tickets.redeem(ticket) == tenant
+    ticket = tickets.issue(Holder(tenant, "digest"))
+    assert await tickets.redeem(ticket) == Holder(tenant, "digest")
     assert not await is_good(tickets, ticket)
-    assert await is_good(tickets, tickets.issue(tenant))
+    assert await is_good(tickets, tickets.issue(Holder(tenant, "digest")))
 
 
 async def test_a_ticket_is_good_for_half_a_minute_on_its_issuers_clock() -> None:
     house = House("a", "b")
     a, b = house.ingresses.values()
-    late, timely = a.issue("red"), a.issue("red")
+    late, timely = a.issue(Holder("red")), a.issue("red")
     house.clocks["b"].now += 1000
     house.clocks["a"].now += LIFE_S - 0.1
     assert await is_good(b, timely)
@@ -79,7 +79,7 @@ async def test_a_ticket_is_good_for_half_a_minute_on_its_issuers_clock() -> None
 async def test_a_ticket_is_good_once_however_many_ingresses_it_is_shown_to() -> None:
     house = House("a", "b", "c")
     for issuer in house.ingresses.values():
-        ticket = issuer.issue("red")
+        ticket = issuer.issue(Holder("red"))
         shown_to = [*house.ingresses.values()] * 3
         goods = await asyncio.gather(*(is_good(tickets, ticket) for tickets in shown_to))
         assert sum(goods) == 1
@@ -87,12 +87,12 @@ async def test_a_ticket_is_good_once_however_many_ingresses_it_is_shown_to() -> 
 
 async def test_a_ticket_whose_issuer_is_away_is_to_be_replaced_by_another() -> None:
     house = House("a", "b")
-    ticket = house.ingresses["a"].issue("red")
+    ticket = house.ingresses["a"].issue(Holder("red"))
     house.away.add("a")
     with pytest.raises(Overloaded, match="get another"):
         await house.ingresses["b"].redeem(ticket)
     house.away.clear()
-    assert await house.ingresses["b"].redeem(ticket) == "red"
+    assert await house.ingresses["b"].redeem(ticket) == Holder("red")
 
 
 async def test_a_ticket_of_another_key_is_not_even_asked_about() -> None:
@@ -100,8 +100,8 @@ async def test_a_ticket_of_another_key_is_not_even_asked_about() -> None:
         raise AssertionError
 
     tickets = Tickets(KEY, "b", ask=ask)
-    assert not await is_good(tickets, Tickets(b"guess", "b").issue("red"))
-    assert not await is_good(tickets, Tickets(None, "b").issue("red"))
+    assert not await is_good(tickets, Tickets(b"guess", "b").issue(Holder("red")))
+    assert not await is_good(tickets, Tickets(None, "b").issue(Holder("red")))
 
 
 @given(st.text(max_size=60) | st.binary(max_size=60).map(lambda raw: _armour(raw)))
@@ -112,7 +112,7 @@ async def test_whatever_is_no_ticket_is_refused_in_the_same_words(text: str) -> 
 @given(st.integers(0, 2**10), st.integers(1, 255))
 async def test_a_ticket_that_was_altered_is_refused(at: int, flip: int) -> None:
     tickets = Tickets(KEY, "a")
-    ticket = tickets.issue("red")
+    ticket = tickets.issue(Holder("red"))
     raw = bytearray(base64.urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4)))
     raw[at % len(raw)] ^= flip
     assert not await is_good(tickets, _armour(bytes(raw)))
@@ -201,7 +201,8 @@ async def test_the_tenant_is_the_tickets_whatever_the_header_says() -> None:
     gateway = gateway_over(FakeIngress(model), auth=AUTH, tickets=tickets)
     async with gateway_on_air(gateway) as url:
         for tenant, header in (("blue", None), ("red", "Basic cGFnZTpwYXNz"), ("blue", "Bearer x")):
-            offered: Any = (JSON, f"{SUBPROTOCOL}{tickets.issue(tenant)}")
+            ticket = tickets.issue(Holder(tenant, hash_key(KEYS[tenant])))
+            offered: Any = (JSON, f"{SUBPROTOCOL}{ticket}")
             headers = {} if header is None else {"Authorization": header}
             async with connect(url, subprotocols=offered, additional_headers=headers) as connection:
                 await connection.recv()
@@ -214,7 +215,8 @@ async def test_a_ticket_is_not_spent_on_a_server_that_is_full() -> None:
     tickets = Tickets(KEY, "a")
     gateway = gateway_over(FakeIngress(FakeModel()), auth=AUTH, tickets=tickets, max_connections=1)
     async with gateway_on_air(gateway) as url:
-        offered = (JSON, f"{SUBPROTOCOL}{tickets.issue('red')}")
+        ticket = tickets.issue(Holder("red", hash_key(KEYS["red"])))
+        offered = (JSON, f"{SUBPROTOCOL}{ticket}")
         async with talking(url, key=KEYS["red"]):
             assert (await refusal(url, *offered)).status_code == 503
         async with talking(url, subprotocols=offered):

@@ -28,6 +28,8 @@ def verifier(certainty=9.0):
             hidden_bias=np.zeros(1, dtype=np.float32),
             output=np.array([certainty], dtype=np.float32),
             output_bias=0.0,
+            likeness=np.zeros(NUM_WORDING_FEATURES, dtype=np.float32),
+            likeness_bias=0.0,
         )
     )
 
@@ -98,7 +100,7 @@ def test_the_best_of_several_candidates_is_chosen():
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (candidate("How do I turn on logs?", similarity=0.6), "below threshold"),
+        (candidate("How do I turn on logs?", similarity=0.5), "below threshold"),
         (candidate("How do I turn on logs?", similarity=float("nan")), "below threshold"),
         (candidate("How do I turn on logs?", age_s=60.0), "expired"),
         (candidate("How do I turn on logs?", allow_semantic=False), "semantic matching is off"),

@@ -50,6 +50,9 @@ def config_for(port: int, **args: Any) -> dict[str, Any]:
     keys = [{"tenant": name, "sha256": hash_key(key)} for name, key in (("a", KEY_A), ("b", KEY_B))]
     application = config["applications"][0]
     application["args"] |= {"auth": {"keys": keys, "allow_anonymous": True}} | args
+    # What one test has stored is no business of the next.
+    cache = {"store": {"kind": "memory"}} | application["args"].get("cache", {})
+    application["args"]["cache"] = cache
     return config
 
 

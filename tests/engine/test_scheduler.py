@@ -83,12 +83,46 @@ def test_newcomers_wait_while_all_places_are_taken() -> None:
     assert scheduler.schedule().rows[-1].seq is late
 
 
-def test_a_later_short_prompt_does_not_overtake_one_that_does_not_fit() -> None:
+def test_the_prompt_with_the_least_left_goes_first_and_holds_up_none_behind_it() -> None:
     scheduler = Scheduler(SMALL)
-    seqs = [tokens(16), tokens(16), tokens(1)]
+    long, middle, short = tokens(40), tokens(16), tokens(2)
+    for seq in (long, middle, short):
+        scheduler.add(seq)
+    assert spans(scheduler.schedule()) == [(short, 0, 2), (middle, 0, 16)]
+
+
+def test_a_prompt_that_others_overtake_begins_every_fourth_step() -> None:
+    scheduler = Scheduler(SMALL)
+    long = tokens(96)
+    scheduler.add(long)
+    steps = []
+    for _ in range(12):
+        scheduler.add(tokens(16, max_tokens=1))
+        plan = scheduler.schedule()
+        steps.append(plan.rows[0].seq is long)
+        advance(plan, scheduler)
+    assert steps == [False, False, False, True] * 3
+
+
+def test_whoever_has_no_slot_yet_waits() -> None:
+    placed: list[Sequence] = []
+
+    def place(seq: Sequence) -> int:
+        placed.append(seq)
+        return 0
+
+    scheduler = Scheduler(SMALL, place)
+    seqs = [tokens(16), tokens(16)]
     for seq in seqs:
         scheduler.add(seq)
-    assert [row.seq for row in scheduler.schedule().rows] == seqs[:1]
+    scheduler.schedule()
+    assert placed == seqs[:1]
+    assert [seq.state for seq in seqs] == [SequenceState.RUNNING, SequenceState.WAITING]
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    for seq in seqs:
+        scheduler.remove(seq)
+    assert not scheduler.has_work
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
 
 
 def test_a_removed_sequence_is_in_no_later_plan() -> None:
@@ -109,7 +143,7 @@ def test_a_removed_sequence_is_in_no_later_plan() -> None:
     spare=st.integers(0, 20),
     places=st.integers(1, 5),
 )
-def test_every_sequence_ends_within_budget_and_in_order_of_arrival(
+def test_every_sequence_ends_within_budget_and_decodes_in_every_step(
     lengths: list[tuple[int, int]], chunk: int, spare: int, places: int
 ) -> None:
     config = EngineConfig(
@@ -121,8 +155,11 @@ def test_every_sequence_ends_within_budget_and_in_order_of_arrival(
     seqs = [tokens(length, max_tokens) for length, max_tokens in lengths]
     for seq in seqs:
         scheduler.add(seq)
-    started: list[Sequence] = []
-    while scheduler.has_work:
+    # A step with prompts computes a token of one at least, and decodes are answered in it.
+    most_steps = sum(length + max_tokens for length, max_tokens in lengths)
+    for _ in range(most_steps):
+        if not scheduler.has_work:
+            break
         before = [seq for seq in scheduler.running if seq.output_token_ids]
         plan = scheduler.schedule()
         assert 0 < plan.num_tokens <= config.max_num_batched_tokens
@@ -133,9 +170,9 @@ def test_every_sequence_ends_within_budget_and_in_order_of_arrival(
         for row in plan.rows:
             assert row.start == row.seq.num_computed_tokens < row.end
             assert row.is_sampled or row.end % chunk == 0
-        started += [seq for seq in planned if seq not in started]
         advance(plan, scheduler)
-    assert started == seqs
+    assert not scheduler.has_work
+    assert all(len(seq.output_token_ids) == seq.max_tokens for seq in seqs)
 
 
 def test_a_budget_too_small_for_a_full_batch_and_one_chunk_is_refused() -> None:

@@ -80,7 +80,8 @@ def test_each_model_replica_is_told_apart() -> None:
         GraphStats(
             models=[
                 engine("m-1", running=2, waiting=1, tokens=70, prompt_tokens_total=5),
-                engine("m-2", running=3, generated_tokens_total=10, steps_total=4),
+                engine("m-2", running=3, generated_tokens_total=10, steps_total=4)
+                | {"admission_batch_size": 17, "admission_wait_s": 0.5},
             ]
         )
     )
@@ -90,6 +91,8 @@ def test_each_model_replica_is_told_apart() -> None:
     assert rows(samples, "replica_prompt_tokens_total") == {("m-1",): 5, ("m-2",): 0}
     assert rows(samples, "replica_generated_tokens_total") == {("m-1",): 0, ("m-2",): 10}
     assert rows(samples, "replica_steps_total") == {("m-1",): 0, ("m-2",): 4}
+    assert rows(samples, "replica_admission_batch_size") == {("m-1",): 0, ("m-2",): 17}
+    assert rows(samples, "replica_admission_wait_seconds") == {("m-1",): 0, ("m-2",): 0.5}
 
 
 def test_each_ingress_counts_its_own_requests() -> None:
@@ -169,3 +172,28 @@ def test_a_page_without_replicas_is_a_page_of_zeros() -> None:
     samples = samples_of(GraphStats())
     assert samples["model_replicas",] == 0
     assert set(samples.values()) == {0.0}
+
+
+def test_the_state_of_checks_tiers_and_budget_is_told_without_naming_tenants() -> None:
+    checks = {"asked": 5, "is_blind": False, "right": 3, "wrong": 1, "unclear": 0}
+    state = {"window": 4, "wrong": 1, "bound": 0.6}
+    told = cache(entries=2, cold_entries=3, cold_bytes=30) | {
+        "checks": checks,
+        "budget": {"acme": state | {"least_score": None}, "else": state | {"least_score": 0.97}},
+    }
+    samples = samples_of(
+        GraphStats(
+            caches=[told],
+            ingresses=[ingress(checks={"run": 2, "dropped_busy": 7}, front_entries=9)],
+        )
+    )
+    assert rows(samples, "cache_tier_entries") == {("L1",): 9, ("L2",): 2, ("L3",): 3}
+    assert samples["cache_tier_bytes", "L3"] == 30
+    assert samples["cache_checks_total", "wrong"] == 1
+    assert samples["cache_checks_asked_total",] == 5
+    assert samples["cache_checks_blind",] == 0
+    assert samples["cache_shadow_checks_total", "i-1", "dropped_busy"] == 7
+    scores = rows(samples, "cache_budget_least_score")
+    assert sorted(scores.values()) == [0.97, 2.0]
+    assert "acme" not in str(samples)
+    assert set(rows(samples, "cache_budget_window").values()) == {4}
