@@ -143,6 +143,7 @@ class ToolCallReader:
         )
         self._held = ""
         self._depth = 0
+        self._is_behind_call = False
         self._in_string = self._is_escaped = False
         self.num_calls = 0
 
@@ -183,6 +184,9 @@ class ToolCallReader:
         return self._step_tail(is_end)
 
     def _step_text(self, parts: Parts, is_end: bool) -> bool:
+        if self._is_behind_call:
+            self._held = self._held.lstrip()
+            self._is_behind_call = not self._held
         before, mark, after = self._held.partition(OPEN)
         if mark:
             parts.text += before.rstrip()
@@ -190,8 +194,7 @@ class ToolCallReader:
             return True
         keep = "" if is_end else _may_open(self._held)
         text = self._held[: len(self._held) - len(keep)]
-        if not (is_end and self.num_calls and not text.strip()):
-            parts.text += text
+        parts.text += text
         self._held = keep
         return False
 
@@ -246,7 +249,7 @@ class ToolCallReader:
         if not mark:
             self._held = "" if is_end else self._held[-len(CLOSE) :]
             return False
-        self._held, self._state = after.lstrip(), "text"
+        self._held, self._state, self._is_behind_call = after, "text", True
         return True
 
 

@@ -18,6 +18,9 @@ MINUTE_S = 60.0
 TURN_RETRY_S = 1.0
 """Nobody knows when a running request ends."""
 
+ROUNDING = 1e-6
+"""Of a request, a token or a millisecond; sums of fractions may be so far off."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -49,7 +52,7 @@ class _Allowance:
 
     @property
     def left(self) -> int:
-        return max(0, math.floor(self._level))
+        return max(0, math.floor(self._level + ROUNDING))
 
     def seconds_until(self, level: float) -> float:
         return max(0.0, level - self._level) * MINUTE_S / self._per_minute
@@ -152,7 +155,7 @@ def _used_up(what: str, limit: int | None, allowance: _Allowance) -> RateLimited
 
 def _duration(seconds: float) -> str:
     """As OpenAI writes it: `6m0s`, `1.5s`, `20ms`."""
-    millis = math.ceil(seconds * 1000)
+    millis = math.ceil(seconds * 1000 - ROUNDING)
     if millis < 1000:
         return f"{millis}ms"
     minutes, rest_s = divmod(millis / 1000, MINUTE_S)

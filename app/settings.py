@@ -66,7 +66,7 @@ class ModelSettings(_Section):
     max_num_batched_tokens: int = Field(default=384, ge=257, le=1_000_000)
     """Tokens of one step; more prefill faster and pause streams longer. At least `max_num_seqs` + 256."""
     prefill_slowdown: float = Field(default=2.0, ge=0, le=1000)
-    """Longest time between two tokens of a stream while prompts are computed, as a multiple of its usual one; 0: no bound."""
+    """Target for the time between two tokens of a stream beside prompts, as a multiple of its usual one (1 or more); 0: none."""
     max_waiting: int = Field(default=256, ge=1, le=1_000_000)
     """Requests queued in one replica; one more is refused with `overloaded`."""
     max_waiting_tokens: int = Field(default=0, ge=0, le=10_000_000_000)

@@ -129,12 +129,15 @@ class Scheduler:
         """Plans one step within the token budget."""
         self._admit()
         rows = [_row(seq, seq.num_tokens) for seq in self.running if self._is_decode(seq)]
+        prefills = self._prefills()
+        if not prefills:
+            return StepPlan(tuple(rows))
         budget = self._config.max_num_batched_tokens - len(rows)
         limit = self._pace.limit(len(rows)) if self._pace else None
         grid = self._chunk
         if limit is not None and limit < budget:
             budget, grid = limit, self._block
-        for seq in self._prefills():
+        for seq in prefills:
             if seq in self._unplaced:
                 # What fits whole fits without its first tokens too.
                 if self._piece_end(seq, budget, grid) is None:
@@ -168,7 +171,7 @@ class Scheduler:
         self._unplaced.remove(seq)
         seq.state = SequenceState.RUNNING
         seq.num_computed_tokens = self._place(seq)
-        if seq.num_preemptions == 0:
+        if seq.first_scheduled_s is None:
             seq.num_cached_tokens = seq.num_computed_tokens
 
     def _find_preemption(self) -> tuple[Sequence, Sequence] | None:
@@ -177,8 +180,11 @@ class Scheduler:
         A sequence makes another wait at most once, so that there are no more preemptions than
         requests.
         """
+        if not self.waiting:
+            return None
+        lowest = min(seq.priority for seq in self.running)
         for newcomer in self.waiting.heads:
-            if newcomer.num_preemptions:
+            if newcomer.priority <= lowest or newcomer.num_preemptions:
                 continue
             yielding = [
                 seq

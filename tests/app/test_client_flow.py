@@ -521,7 +521,7 @@ async def test_a_server_that_only_pings_is_there() -> None:
         await listen(peer)
 
     async with fake_server(pinging) as server, SeedanceClient(server.url, resume=False) as client:
-        assert await text_of(client.stream("hi")) == "0 "
+        assert await text_of(client.stream("hi", window=None)) == "0 "
 
 
 async def test_a_ping_tells_how_long_an_answer_takes() -> None:

@@ -18,6 +18,7 @@ from app.launcher import (
     base_url,
     check_port,
     haproxy_problem,
+    is_on_loopback,
     is_ready,
     read_config,
     read_env_file,
@@ -187,3 +188,23 @@ def test_a_port_that_is_taken_is_told_before_serve_starts() -> None:
         with pytest.raises(SettingsError, match=re.escape(address)):
             check_port(f"http://{address}")
     check_port(f"http://{address}")
+
+
+@pytest.mark.parametrize(
+    ("http_options", "expected"),
+    [
+        ({"host": "127.0.0.1"}, True),
+        ({"host": "localhost"}, True),
+        ({"host": "::1"}, True),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "::"}, False),
+        ({"host": "10.0.0.1"}, False),
+        ({"port": 8000}, False),
+        (None, False),
+    ],
+)
+def test_a_server_is_others_business_unless_it_is_bound_to_loopback(
+    http_options: dict[str, object] | None, expected: bool
+) -> None:
+    assert is_on_loopback({"http_options": http_options}) is expected
+    assert not is_on_loopback({})

@@ -60,6 +60,15 @@ USAGE = exactly(
         "prompt_tokens_details": exactly({"cached_tokens": COUNT}),
     }
 )
+CALL_PIECE = exactly(
+    {
+        "index": COUNT,
+        "id": TEXT,
+        "type": {"const": "function"},
+        "function": exactly({"name": TEXT, "arguments": TEXT}, ("name",)),
+    },
+    ("id", "type"),
+)
 FINISH_REASON = {"enum": ["stop", "length", "tool_calls", None]}
 CHUNK = exactly(
     {
@@ -74,7 +83,12 @@ CHUNK = exactly(
                 {
                     "index": COUNT,
                     "delta": exactly(
-                        {"role": {"const": "assistant"}, "content": TEXT}, ("role", "content")
+                        {
+                            "role": {"const": "assistant"},
+                            "content": TEXT,
+                            "tool_calls": {"type": "array", "minItems": 1, "items": CALL_PIECE},
+                        },
+                        ("role", "content", "tool_calls"),
                     ),
                     "logprobs": {"anyOf": [CHAT_LOGPROBS, {"type": "null"}]},
                     "finish_reason": FINISH_REASON,
@@ -172,6 +186,33 @@ async def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["total_tokens"] == 9
+
+
+async def test_usage_can_come_with_every_chunk() -> None:
+    graph = FakeGraph(streams("a", "b"))
+    for path, body in (
+        ("/v1/chat/completions", chat_body()),
+        ("/v1/completions", {"prompt": "x"}),
+    ):
+        asked = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+        async with client_of(graph) as client:
+            reply = await client.post(path, json=body | asked)
+        *chunks, _ = events_of(reply.text)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == 2
+        assert all(chunk["choices"] for chunk in chunks), "the last one was not asked for"
+
+
+async def test_chunks_with_calls_have_the_public_format() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    for pieces in ((call,), tuple(call)):
+        chunks = await stream_chat(FakeGraph(streams("Hm. ", *pieces)), tools=[tool])
+        for chunk in chunks:
+            jsonschema.validate(chunk, CHUNK)
+        assert text_of(chunks) == "Hm."
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 async def test_usage_is_left_out_of_a_stream_that_did_not_ask() -> None:

@@ -17,7 +17,16 @@ import uvicorn
 
 from protocol.errors import ContextLengthExceeded, DeadlineExceeded, RateLimited
 from protocol.token_log import CacheOutcome
-from tests.app.openai_fakes import MODEL, FakeGraph, app_over, chat_body, says, stalls, streams
+from tests.app.openai_fakes import (
+    EMBEDDER,
+    MODEL,
+    FakeGraph,
+    app_over,
+    chat_body,
+    says,
+    stalls,
+    streams,
+)
 
 # The client is built on httpx or on its successor, as its release has it.
 client_http: Any = importlib.import_module(
@@ -128,7 +137,9 @@ class ServerThread:
     """The app on a real socket of this machine, in a loop of its own."""
 
     def __init__(self, graph: FakeGraph) -> None:
-        config = uvicorn.Config(app_over(graph), port=0, log_level="error", lifespan="off")
+        config = uvicorn.Config(
+            app_over(graph, embedder=EMBEDDER), port=0, log_level="error", lifespan="off"
+        )
         self._server = uvicorn.Server(config)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -164,6 +175,8 @@ def test_the_synchronous_client_works_over_a_socket(server: ServerThread) -> Non
         plain = client.chat.completions.create(model=MODEL, messages=MESSAGES)
         stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert client.responses.create(model=MODEL, input="Say hi.").output_text == text
+        assert client.embeddings.create(model=EMBEDDER, input="ab").data[0].embedding == [2, 1]
     assert plain.choices[0].message.content == text == "Hello world"
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from app.openai_types import ChatBody, CompletionBody, inline_schema
+from app.openai_fields import ROUTES
+from app.openai_types import inline_schema
 from tests.app.openai_fakes import FakeGraph, app_over, chat_body, client_of
 
 
@@ -20,13 +21,14 @@ async def test_the_document_is_served_and_every_schema_in_it_is_valid() -> None:
     async with client_of(FakeGraph()) as client:
         document = (await client.get("/openapi.json")).json()
     assert document["openapi"].startswith("3.1")
-    assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= set(document["paths"])
-    for path in ("/v1/chat/completions", "/v1/completions"):
+    bodies = [route.title.split()[1] for route in ROUTES if route.title.startswith("POST")]
+    assert {"/v1/models", "/version", *bodies} <= set(document["paths"])
+    for path in bodies:
         jsonschema.Draft202012Validator.check_schema(body_schema(path))
         assert "$ref" not in str(body_schema(path)), "nothing points out of the schema"
 
 
-@pytest.mark.parametrize("body_type", [ChatBody, CompletionBody])
+@pytest.mark.parametrize("body_type", [route.body for route in ROUTES])
 def test_every_field_of_a_body_is_described(body_type: Any) -> None:
     assert set(inline_schema(body_type)["properties"]) == set(body_type.__struct_fields__)
 
@@ -36,6 +38,7 @@ def test_the_document_shows_defaults_and_ranges() -> None:
     assert properties["temperature"]["default"] == 1.0
     assert properties["temperature"]["anyOf"][0]["maximum"] == 2.0
     assert properties["max_completion_tokens"]["anyOf"][0]["minimum"] == 1
+    assert body_schema("/v1/responses")["properties"]["top_p"]["anyOf"][0]["maximum"] == 1.0
     assert body_schema("/v1/completions")["properties"]["max_tokens"]["default"] == 16
 
 

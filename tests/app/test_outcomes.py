@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from app.outcomes import RequestOutcomes
+from app.rate_limits import Limits, RateLimits
 from app.serving import Stream
+from app.usage_ledger import Used
 from protocol.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -40,7 +42,13 @@ class Desk:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.outcomes = RequestOutcomes(clock=self.clock)
+        self.limits = Limits(concurrent_requests=1)
+        self.uses: list[tuple[str, Used]] = []
+        self.outcomes = RequestOutcomes(
+            limits=RateLimits(lambda tenant: self.limits, clock=self.clock),
+            on_use=lambda tenant, used: self.uses.append((tenant, used)),
+            clock=self.clock,
+        )
 
     def __getitem__(self, name: str) -> Any:
         return self.outcomes.stats()[name]
@@ -231,3 +239,68 @@ def test_a_very_long_one_lies_past_the_last_bound() -> None:
     stream.log.finish(ended())
     record.ended()
     assert desk["duration_s"]["miss"]["counts"][-1] == 1
+
+
+# ------------------------------------------------------------------ use and limits
+
+
+def test_a_stream_tells_its_use_at_its_end() -> None:
+    desk = Desk()
+    desk.serve(ended())
+    assert desk.uses == [("red", Used(1, 7, 3, 2, 0))]
+
+
+@pytest.mark.parametrize("source", ["exact", "semantic", "coalesced"])
+def test_what_the_model_did_not_compute_is_saved(source: str) -> None:
+    desk = Desk()
+    desk.serve(ended(), source=source)
+    assert desk.uses == [("red", Used(1, 7, 3, 2, 10))]
+
+
+def test_several_choices_are_one_request_of_the_ledger_too() -> None:
+    desk = Desk()
+    desk.serve(ended(), ended("length"), ended(), ended(), n=2)
+    total = Used()
+    for _, used in desk.uses:
+        total = total.plus(used)
+    assert total == Used(1, 14, 12, 4, 0)
+
+
+def test_what_failed_is_given_away() -> None:
+    desk = Desk()
+    desk.serve(ended("error", InternalError("bug")))
+    assert desk.uses == []
+
+
+def test_a_stream_whose_client_left_tells_its_use_when_it_ends_and_only_once() -> None:
+    desk = Desk()
+    stream = a_stream()
+    for _ in range(3):
+        record = desk.outcomes.begin()
+        record.opened([stream])
+        record.ended(has_left=True)
+    assert desk.uses == []
+    stream.log.append(TokenDelta(0, "x", (0,)))
+    stream.log.finish(ended("cancelled"))
+    assert desk.uses == [("red", Used(1, 7, 3, 2, 0))]
+    assert stream.log._listeners == [], "nothing of the record is left on the log"
+    record = desk.outcomes.begin()
+    record.opened([stream])
+    record.ended()
+    assert len(desk.uses) == 1
+
+
+def test_a_place_is_held_from_the_admission_to_the_end() -> None:
+    desk = Desk()
+    record = desk.outcomes.begin()
+    record.admit("red")
+    late = desk.outcomes.begin()
+    with pytest.raises(RateLimited), late.preparing():
+        late.admit("red")
+    desk.outcomes.begin().admit("blue")
+    for _ in range(2):
+        record.ended()
+    desk.outcomes.begin().admit("red")
+    with pytest.raises(RateLimited):
+        desk.outcomes.begin().admit("red")
+    assert desk["refused"] == {"rate_limited": 1}

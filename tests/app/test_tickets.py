@@ -66,7 +66,7 @@ async def test_a_ticket_is_good_once_and_for_its_tenant(tenant: str) -> None:
 async def test_a_ticket_is_good_for_half_a_minute_on_its_issuers_clock() -> None:
     house = House("a", "b")
     a, b = house.ingresses.values()
-    late, timely = a.issue(Holder("red")), a.issue("red")
+    late, timely = a.issue(Holder("red")), a.issue(Holder("red"))
     house.clocks["b"].now += 1000
     house.clocks["a"].now += LIFE_S - 0.1
     assert await is_good(b, timely)

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.engine.engine import Engine
+from deployments.engine.runner import ModelRunner
 from deployments.engine.scheduler import LEAST_TOKENS_BETWEEN_PREEMPTIONS
 from deployments.engine.scripted import ScriptedRunner
 from deployments.engine.sequence import Sequence, SequenceState
+from tests.engine import tiny_models
 from tests.engine.fakes import (
     SMALL,
     TOKENIZER,
@@ -241,6 +243,30 @@ def test_a_queued_request_that_is_too_late_costs_no_step() -> None:
     assert (late.num_computed_tokens, late.first_scheduled_s) == (0, None)
     assert not runner.held
     assert engine.stats().steps_total == 1
+
+
+def test_a_model_answers_alike_with_and_without_preemption() -> None:
+    runner = ModelRunner(tiny_models.build("llama"), TWO)
+    runner.warm_up()
+    engine = Engine(runner, TOKENIZER, TWO, clock=FakeClock())
+    prompt = list(range(20, 60))
+    given: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": 1}
+    undisturbed = asked(prompt=prompt, **given)
+    expected = run_to_end(engine, undisturbed)[undisturbed].deltas
+    seq = asked(prompt=prompt, **given)
+    seq.tenant = "another"
+    collector = Collector()
+    engine.add(seq)
+    engine.add(asked(prompt=[9] * 30, **given))
+    for _ in range(20):
+        collector.take(engine.step())
+    for number in range(2):
+        engine.add(asked(1, prompt=[number + 3] * 30, max_tokens=4))
+    while engine.has_work:
+        collector.take(engine.step())
+    assert seq.num_preemptions == 1
+    assert collector[seq].deltas == expected
+    runner.close()
 
 
 @settings(max_examples=50)

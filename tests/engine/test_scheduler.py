@@ -166,7 +166,7 @@ def test_every_sequence_ends_within_budget_and_decodes_in_every_step(
         assert len(scheduler.running) <= places
         planned = [row.seq for row in plan.rows]
         assert len(set(planned)) == len(planned)
-        assert planned[: len(before)] == before, "whoever decodes gets a token in every step"
+        assert set(before) <= set(planned), "whoever decodes gets a token in every step"
         for row in plan.rows:
             assert row.start == row.seq.num_computed_tokens < row.end
             assert row.is_sampled or row.end % chunk == 0
