@@ -26,6 +26,7 @@ Url = Annotated[str, typer.Option(help="Server.")]
 AdminKey = Annotated[str | None, typer.Option(help="API key of an admin.")]
 
 DEFAULT_CONFIG = Path("serve_config.yaml")
+AUTH_IS_OFF = "Auth:   off, there are no keys (`seedance keys create TENANT` makes one)"
 StoreConfig = Annotated[
     Path, typer.Option(help="Takes the store of accounts from here; the defaults where it is not.")
 ]
@@ -84,10 +85,13 @@ def serve_config(
 @cli.command()
 def dev() -> None:
     """Serve the page and the APIs on the mock model; reload when a file changes."""
+    from app.key_commands import is_auth_off
     from app.launcher import HAPROXY_SWITCHES, run_serve
 
-    url = "http://127.0.0.1:8000"
+    url = DEFAULT_URL
     greeting = f"Mock model. Page: {url}/"
+    if is_auth_off(Settings(), is_on_loopback=True):
+        greeting += f"\n{AUTH_IS_OFF}"
     # Without a config file HAProxy would listen on all interfaces; the Python proxy does not.
     overrides = dict.fromkeys(HAPROXY_SWITCHES, "0")
     sys.exit(run_serve(["--reload", "app.main:dev"], url, greeting, overrides=overrides))
@@ -252,5 +256,5 @@ def _greeting(url: str, *, is_open: bool) -> str:
         f"OpenAI: {url}/v1",
     ]
     if is_open:
-        lines.append("Auth:   off, there are no keys (`seedance keys create TENANT` makes one)")
+        lines.append(AUTH_IS_OFF)
     return "\n".join(lines)

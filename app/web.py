@@ -198,7 +198,11 @@ class Web:
         Raises:
             SettingsError: no key is needed, though other machines reach the server.
         """
-        await self._accounts.start(self._settings.accounts.refresh_s)
+        try:
+            await self._accounts.start(self._settings.accounts.refresh_s)
+        except BaseException:
+            await self.close()
+            raise
         if self._ledger is not None:
             self._ledger.start(self._settings.accounts.flush_s)
 
