@@ -225,6 +225,8 @@ async def test_a_ticket_is_not_spent_on_a_server_that_is_full() -> None:
 
 async def test_neither_ticket_nor_key_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
+    # Another test may have told it to be quiet.
+    caplog.set_level(logging.DEBUG, logger="uvicorn.error")
     async with running_stack() as stack, on_air(stack.graph, auth=AUTH) as site:
         ticket = await ticket_of(site)
         async with talking(site.infer_url, subprotocols=(JSON, f"{SUBPROTOCOL}{ticket}")):
