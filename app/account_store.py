@@ -12,6 +12,7 @@ that session. No request waits for this: `Accounts` polls it, `UsageLedger` writ
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from sqlalchemy import (
     URL,
     BigInteger,
@@ -29,6 +31,7 @@ from sqlalchemy import (
     ForeignKey,
     String,
     Table,
+    create_engine,
     delete,
     event,
     func,
@@ -157,6 +160,7 @@ class AccountStore:
 
     def __init__(self, url: URL, settings: AccountSettings) -> None:
         self._url = url
+        self._timeout_s = settings.timeout_s
         self._dialect = postgresql if url.get_backend_name() == "postgresql" else sqlite
         try:
             self._engine = create_async_engine(
@@ -325,11 +329,11 @@ class AccountStore:
 
     async def _create_tables(self) -> None:
         if self._dialect is sqlite:
-            _make_private(self._url)
-        async with self._engine.begin() as connection:
-            if self._dialect is postgresql:
+            await asyncio.to_thread(_make_file, Path(str(self._url.database)), self._timeout_s)
+        else:
+            async with self._engine.begin() as connection:
                 await connection.execute(text(f"SELECT pg_advisory_xact_lock({SCHEMA_LOCK})"))
-            await connection.run_sync(_create_missing)
+                await connection.run_sync(_create_missing)
         self._has_tables = True
 
     async def _revise(self, session: AsyncSession) -> None:
@@ -384,18 +388,26 @@ def _connect_args(url: URL, timeout_s: float) -> dict[str, Any]:
 
 def _prepare_sqlite(connection: Any, record: object) -> None:
     cursor = connection.cursor()
-    # Readers and the writer of other processes go on beside each other.
-    cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
 
 
-def _make_private(url: URL) -> None:
-    """Makes the file, for its owner only."""
-    file = Path(str(url.database))
+def _make_file(file: Path, timeout_s: float) -> None:
+    """Makes the database of SQLite, for its owner only. Others may be at it: one at a time."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+    with FileLock(f"{file}.lock", timeout=timeout_s, mode=0o600):
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+        engine = create_engine(
+            URL.create("sqlite", database=str(file)), connect_args={"timeout": timeout_s}
+        )
+        try:
+            with engine.begin() as connection:
+                # Stays with the file: readers and a writer go on beside each other.
+                connection.execute(text("PRAGMA journal_mode=WAL"))
+                _create_missing(connection)
+        finally:
+            engine.dispose()
 
 
 def _create_missing(connection: Connection) -> None:

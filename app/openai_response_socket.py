@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from starlette.websockets import WebSocket
 
-from app.accounts import Accounts
+from app.accounts import Accounts, Holder
 from app.connection import GOING_AWAY, PEER_GONE
 from app.openai_bodies import check_model
 from app.openai_errors import error_reply, error_response, report_incident
@@ -86,7 +86,7 @@ class ResponseSockets:
         self.clock = clock
         self.new_id = new_id
         self.is_draining = False
-        self._accounts = accounts
+        self.accounts = accounts
         self._max_connections = max_connections
         self._connections: set[_Connection] = set()
 
@@ -97,13 +97,13 @@ class ResponseSockets:
     async def serve(self, socket: WebSocket) -> None:
         """Runs one connection from handshake to close. Raises nothing but cancellation."""
         try:
-            tenant = self._admit(socket)
+            holder = self._admit(socket)
         except ServingError as error:
             self.outcomes.refuse_handshake(error.code)
             with contextlib.suppress(*PEER_GONE):
                 await socket.send_denial_response(error_response(error))
             return
-        connection = _Connection(self, socket, tenant)
+        connection = _Connection(self, socket, holder)
         self._connections.add(connection)
         try:
             await socket.accept()
@@ -119,28 +119,28 @@ class ResponseSockets:
         closing = [asyncio.create_task(one.drain(deadline_s)) for one in self._connections]
         await asyncio.gather(*closing, return_exceptions=True)
 
-    def _admit(self, socket: WebSocket) -> str:
+    def _admit(self, socket: WebSocket) -> Holder:
         if self.is_draining:
             raise Overloaded(GOING_AWAY.reason)
-        if not self._accounts.allows_origin(socket.headers):
+        if not self.accounts.allows_origin(socket.headers):
             raise OriginRefused("this origin is not allowed", param="Origin")
-        tenant = self._accounts.tenant_of(socket.headers.get("authorization"))
+        holder = self.accounts.holder_of(socket.headers.get("authorization"))
         if self.open_connections >= self._max_connections:
             raise Overloaded(
                 f"{self._max_connections} connections are open, the limit",
                 limit=self._max_connections,
                 retry_after_s=5,
             )
-        return tenant
+        return holder
 
 
 class _Connection:
     """One socket, its lanes, and what it remembers."""
 
-    def __init__(self, sockets: ResponseSockets, socket: WebSocket, tenant: str) -> None:
+    def __init__(self, sockets: ResponseSockets, socket: WebSocket, holder: Holder) -> None:
         self._sockets = sockets
         self._socket = socket
-        self._tenant = tenant
+        self._holder = holder
         self._lanes: dict[str | None, deque[SocketBody]] = {}
         self._workers: set[asyncio.Task[None]] = set()
         self._num_live = 0
@@ -255,11 +255,12 @@ class _Connection:
             record.ended(has_left=has_left)
 
     async def _generate(self, body: SocketBody, record: RequestRecord) -> None:
-        record.admit(self._tenant)
+        self._sockets.accounts.check(self._holder)
+        record.admit(self._holder.tenant)
         graph = self._sockets.graph
         info = check_model(body.model, await graph.model_info())
         caller = Caller(
-            reply_id=f"resp_{self._sockets.new_id()}", tenant=self._tenant, model=info.id
+            reply_id=f"resp_{self._sockets.new_id()}", tenant=self._holder.tenant, model=info.id
         )
         earlier = self._remembered.get(body.previous_response_id or "")
         planned = plan_response(body, caller, earlier=earlier)

@@ -81,6 +81,7 @@ def build_router(
         embedder: id of the model behind /v1/embeddings; None without one.
     """
     graph_now = graph if callable(graph) else lambda: graph
+    outcomes = outcomes or RequestOutcomes()
     api = OpenAIApi(
         graph_now,
         tenant_of,
@@ -88,7 +89,7 @@ def build_router(
         heartbeat_s=heartbeat_s,
         unread_timeout_s=unread_timeout_s,
         exchanges=set() if exchanges is None else exchanges,
-        outcomes=outcomes or RequestOutcomes(),
+        outcomes=outcomes,
         clock=clock,
         new_id=new_id,
         keeper=keeper,
@@ -108,7 +109,13 @@ def build_router(
     router.add_api_route(
         "/v1/models/{model_id:path}", api.show_model, methods=["GET"], response_model=None
     )
-    texts = TextApi(graph_now, tenant_of, max_body_bytes=max_body_bytes, embedder=embedder)
+    texts = TextApi(
+        graph_now,
+        tenant_of,
+        max_body_bytes=max_body_bytes,
+        embedder=embedder,
+        outcomes=outcomes,
+    )
     texts.add_to(router)
     return router
 

@@ -16,7 +16,9 @@ from starlette.responses import Response
 
 from app.openai_bodies import check_model, describe_body, json_response, read_json
 from app.openai_types import IGNORED_EVERYWHERE
+from app.outcomes import RequestOutcomes
 from app.serving import ApiGraph
+from app.usage_ledger import Used
 from deployments.wire import TokenizeCall, TokenizeReply
 from protocol.errors import InvalidRequest, ModelNotFound
 from protocol.parse import MAX_TOKEN_ID, ChatMessage, decode_struct, inference_request
@@ -98,6 +100,7 @@ class TextApi:
 
     Args:
         embedder: id of the embedding model; None without one.
+        outcomes: holds tenants to their limits, and tells what they used.
     """
 
     def __init__(
@@ -107,11 +110,13 @@ class TextApi:
         *,
         max_body_bytes: int,
         embedder: str | None,
+        outcomes: RequestOutcomes,
     ) -> None:
         self._graph = graph
         self._tenant_of = tenant_of
         self._max_body_bytes = max_body_bytes
         self._embedder = embedder
+        self._outcomes = outcomes
 
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes."""
@@ -131,14 +136,16 @@ class TextApi:
 
     async def embed(self, request: Request) -> Response:
         """Embeds texts."""
-        self._tenant_of(request)
+        tenant = self._tenant_of(request)
         body = decode_struct(await read_json(request, self._max_body_bytes), EmbeddingBody)
         if self._embedder is None or body.model not in (None, self._embedder):
             asked = "no embedder" if body.model is None else f"embedder {body.model[:200]!a}"
             here = f", {self._embedder!a} is" if self._embedder else ""
             raise ModelNotFound(f"{asked} is not served here{here}", param="model")
         texts = _texts(body.input)
-        reply = await self._graph().embed(texts)
+        with self._outcomes.place(tenant):
+            reply = await self._graph().embed(texts)
+            self._outcomes.note_use(tenant, Used(requests=1, prompt_tokens=reply.num_tokens))
         vectors = [np.frombuffer(raw, dtype="<f4") for raw in reply.vectors]
         size = len(vectors[0])
         if body.dimensions not in (None, size):

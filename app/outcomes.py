@@ -86,6 +86,23 @@ class RequestOutcomes:
         self._num_live += 1
         return RequestRecord(self, self._clock)
 
+    @contextmanager
+    def place(self, tenant: str) -> Iterator[None]:
+        """A place among the requests of the tenant, for one that makes no stream.
+
+        Raises:
+            RateLimited: there is none.
+        """
+        self._limits.admit(tenant)
+        try:
+            yield
+        finally:
+            self._limits.release(tenant)
+
+    def note_use(self, tenant: str, used: Used) -> None:
+        """What the tenant used without a stream."""
+        self._on_use(tenant, used)
+
     def refuse(self, code: str) -> None:
         """A request was refused before anyone could serve it, such as by the WebSocket session."""
         self._ended["refused", "miss"] += 1

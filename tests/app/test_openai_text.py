@@ -9,6 +9,8 @@ import numpy as np
 import openai
 import pytest
 
+from app.outcomes import RequestOutcomes
+from app.usage_ledger import Used
 from tests.app.openai_fakes import EMBEDDER, MODEL, FakeGraph, client_of, strict_json
 from tests.app.stack import MODEL as STACK_MODEL
 from tests.app.stack import on_air, running_stack, whole_cache
@@ -32,6 +34,15 @@ async def test_texts_become_vectors_in_their_order() -> None:
         "model": EMBEDDER,
         "usage": {"prompt_tokens": 4, "total_tokens": 4},
     }
+
+
+async def test_an_embedding_is_use_of_its_tenant() -> None:
+    uses: list[tuple[str, Used]] = []
+    outcomes = RequestOutcomes(on_use=lambda tenant, used: uses.append((tenant, used)))
+    async with client_of(FakeGraph(), embedder=EMBEDDER, outcomes=outcomes) as client:
+        reply = await client.post("/v1/embeddings", json={"input": ["abc", "a"]})
+    assert reply.status_code == 200
+    assert uses == [("tenant-a", Used(requests=1, prompt_tokens=4))]
 
 
 async def test_base64_holds_the_same_numbers() -> None:

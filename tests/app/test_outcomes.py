@@ -304,3 +304,14 @@ def test_a_place_is_held_from_the_admission_to_the_end() -> None:
     with pytest.raises(RateLimited):
         desk.outcomes.begin().admit("red")
     assert desk["refused"] == {"rate_limited": 1}
+
+
+def test_what_makes_no_stream_takes_a_place_and_tells_its_use_too() -> None:
+    desk = Desk()
+    with desk.outcomes.place("red"):
+        with pytest.raises(RateLimited), desk.outcomes.place("red"):
+            pass
+        desk.outcomes.note_use("red", Used(1, 4))
+    with desk.outcomes.place("red"):
+        pass
+    assert desk.uses == [("red", Used(1, 4))]

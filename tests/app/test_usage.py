@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from websockets.asyncio.client import connect
 
 from app.account_store import AccountStore, StoreUnavailable, open_store
 from app.accounts import hash_key
@@ -164,6 +166,25 @@ async def test_a_socket_whose_key_was_revoked_gets_nothing_more(tmp_path: Path) 
                 assert refused["code"] == "unauthorized"
             await other.ask("after")
             await other.until("INFER_DONE", id="after")
+
+
+async def test_a_socket_of_openais_api_asks_anew_whether_its_key_is_good(tmp_path: Path) -> None:
+    async with house(tmp_path) as home:
+        await home.add("red")
+        url = home.site.infer_url.replace("/v1/infer", "/v1/responses")
+        async with connect(url, additional_headers=_headers("red")) as socket:
+
+            async def types_of_one() -> list[str]:
+                await socket.send(json.dumps({"type": "response.create", "input": "hi"}))
+                types: list[str] = []
+                while not types or types[-1] not in ("response.completed", "error"):
+                    types.append(json.loads(await socket.recv())["type"])
+                return types
+
+            assert (await types_of_one())[-1] == "response.completed"
+            await home.store.revoke_key(home.ids["red"])
+            await home.until_revoked("red")
+            assert await types_of_one() == ["error"]
 
 
 async def test_a_store_that_goes_down_stops_no_stream_and_no_new_request(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def running_house(
     """A server on a cluster of its own; nothing of it is left afterwards."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="sdb-") as folder:
-        config = config_for(port, **args)
+        config = config_for(port, Path(folder), **args)
         config["applications"][0]["import_path"] = import_path
         file = Path(folder) / "serve_config.yaml"
         file.write_text(yaml.safe_dump(config))

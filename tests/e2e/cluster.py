@@ -43,13 +43,15 @@ class Server:
         return pids
 
 
-def config_for(port: int, **args: Any) -> dict[str, Any]:
+def config_for(port: int, folder: Path, **args: Any) -> dict[str, Any]:
     """serve_config.yaml on another port, with the keys of two tenants."""
     config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config["http_options"]["port"] = port
     keys = [{"tenant": name, "sha256": hash_key(key)} for name, key in (("a", KEY_A), ("b", KEY_B))]
     application = config["applications"][0]
-    application["args"] |= {"auth": {"keys": keys, "allow_anonymous": True}} | args
+    accounts = {"url": f"sqlite:///{folder / 'accounts.sqlite3'}"}
+    auth = {"keys": keys, "allow_anonymous": True}
+    application["args"] |= {"auth": auth, "accounts": accounts} | args
     # What one test has stored is no business of the next.
     cache = {"store": {"kind": "memory"}} | application["args"].get("cache", {})
     application["args"]["cache"] = cache
@@ -62,7 +64,7 @@ def running_server(**args: Any) -> Iterator[Server]:
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "serve_config.yaml"
-        config.write_text(yaml.safe_dump(config_for(port, **args)))
+        config.write_text(yaml.safe_dump(config_for(port, Path(folder), **args)))
         command = [str(Path(sys.executable).with_name("seedance")), "serve", str(config)]
         url = f"http://127.0.0.1:{port}"
         with serving(command, url) as cluster:
