@@ -53,8 +53,8 @@ def config_for(port: int, folder: Path, **args: Any) -> dict[str, Any]:
     auth = {"keys": keys, "allow_anonymous": True}
     application["args"] |= {"auth": auth, "accounts": accounts} | args
     # What one test has stored is no business of the next.
-    cache = {"store": {"kind": "memory"}} | application["args"].get("cache", {})
-    application["args"]["cache"] = cache
+    cache = application["args"].get("cache", {}) | {"store": {"kind": "memory"}}
+    application["args"]["cache"] = cache | args.get("cache", {})
     return config
 
 
