@@ -60,7 +60,9 @@ async def test_a_client_answers_heartbeats_whatever_it_reads() -> None:
         return types
 
     async with fake_server(heartbeat_first) as server:
-        assert await asyncio.to_thread(talk, port_of(server)) == ["PING", "PONG"]
+        heard = await asyncio.to_thread(talk, port_of(server))
+    # The server's PING may have come with its greeting.
+    assert heard in (["PING", "PONG"], ["PONG"])
 
 
 async def test_clients_are_held_until_a_line_comes_and_the_closed_are_told() -> None:
