@@ -18,7 +18,7 @@ from cache.answer import StoredAnswer
 from cache.cold import ColdStore, ColdStoreError, MemoryColdStore
 from cache.config import CacheConfig
 from cache.decision import Decider, Verdict
-from cache.entries import ENTRY_OVERHEAD_BYTES, Entry, from_record
+from cache.entries import ENTRY_OVERHEAD_BYTES, ID_CHARS, Entry, from_record
 from cache.equivalence import are_equivalent
 from cache.index import Vector
 from cache.inventory import Inventory
@@ -28,6 +28,7 @@ from cache.lru_k import EvictionPolicy
 from cache.outcome import Hit, Miss
 from cache.probation import KnownMisses, MissBuckets
 from cache.quarantine import Quarantine
+from cache.removals import LateRemovals
 from cache.sharing import Condemned, Removal, pack, unpack
 from cache.stats import CacheStats, EntryFilter, EntryInfo, Explained, TenantStats
 from cache.tiers import Tiers
@@ -69,6 +70,7 @@ class PromptCache:
         self._counts: Counter[str] = Counter()
         self._num_removals = 0
         self._owed: list[tuple[EntryFilter, float]] = []
+        self._late = LateRemovals(clock)
         self._aliases = AliasMap(config.max_alias_bytes)
         self._known_misses = KnownMisses(clock, rng or random.Random())
         self._buckets = MissBuckets(config.miss_rate_per_s, config.miss_burst)
@@ -80,6 +82,7 @@ class PromptCache:
             counts=self._counts,
             policy=policy,
             store=MemoryColdStore() if store is None else store,
+            is_removed=self._late.cover,
             now=clock(),
         )
         self._inventory = Inventory(self._tiers, self._aliases)
@@ -178,7 +181,8 @@ class PromptCache:
         """Removes the entries that are meant, and returns how many."""
         now = self._expire_all()
         num_removed = self._remove(which, now)
-        self._announce(Removal(which))
+        self._late.add(which, now)
+        self._announce(Removal(which, now))
         if self._tiers.is_unread or not self._sweep(which, now):
             self._owed.append((which, now))
         return num_removed
@@ -223,6 +227,7 @@ class PromptCache:
         concerned = set()
         for wrong in self._inventory.entries(EntryFilter(id=entry_id), now):
             condemned = Condemned(wrong.key.partition, wrong.key.exact, wrong.vector)
+            self._late.add(EntryFilter(id=wrong.id), now)
             self._announce(condemned)
             self._tiers.remove(wrong.key.exact)
             near = self._close(condemned, now)
@@ -370,11 +375,14 @@ class PromptCache:
     def _obey(self, notice: Removal | Condemned | None, now: float) -> None:
         """Does what another process did."""
         match notice:
-            case Removal(which):
+            case Removal(which, asked):
+                self._late.add(which, now if asked is None else asked)
                 self._remove(which, now)
             case Condemned(exact=exact):
+                self._late.add(EntryFilter(id=exact[:ID_CHARS]), now)
                 self._num_removals += 1
-                self._tiers.forget(exact)
+                # Also in the store: it may have been written here after it was condemned there.
+                self._tiers.remove(exact)
                 self._aliases.remove_targets({exact, *self._close(notice, now)})
 
     def _put(self, entry: Entry, now: float) -> bool:

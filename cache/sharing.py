@@ -17,9 +17,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """All entries that are meant were removed."""
+    """All entries that are meant were removed, at a time of the clock that all share."""
 
     which: EntryFilter
+    asked: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Condemned:
 def pack(notice: Removal | Condemned) -> bytes:
     """The notice as JSON."""
     if isinstance(notice, Removal):
-        return json.dumps({"removal": asdict(notice.which)}).encode()
+        return json.dumps({"removal": asdict(notice.which), "asked": notice.asked}).encode()
     vector = None if notice.vector is None else base64.b64encode(notice.vector.tobytes()).decode()
     told = {"partition": notice.partition, "exact": notice.exact, "vector": vector}
     return json.dumps({"condemned": told}).encode()
@@ -48,7 +49,8 @@ def unpack(data: bytes) -> Removal | Condemned | None:
     try:
         told = json.loads(data)
         if "removal" in told:
-            return Removal(EntryFilter(**told["removal"]))
+            asked = told.get("asked")
+            return Removal(EntryFilter(**told["removal"]), None if asked is None else float(asked))
         fields = told["condemned"]
         vector = fields["vector"]
         return Condemned(

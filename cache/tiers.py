@@ -39,6 +39,7 @@ class Tiers:
         are_equivalent: the decision; this class only knows who is near.
         counts: raised by what happens to entries.
         store: None, or a bound of 0, leaves the cold tier out.
+        is_removed: whether a record that comes in was to be removed meanwhile.
         now: in the time that the records were written in.
     """
 
@@ -51,9 +52,11 @@ class Tiers:
         counts: Counter[str],
         policy: Callable[[int], EvictionPolicy] | None,
         store: ColdStore | None,
+        is_removed: Callable[[Entry], bool] = lambda entry: False,
         now: float,
     ) -> None:
         self._config = config
+        self._is_removed = is_removed
         self._are_equivalent = are_equivalent
         self._aliases = aliases
         self._counts = counts
@@ -234,6 +237,9 @@ class Tiers:
                 self._record(ours)
                 return
             self.forget(exact)
+        if self._is_removed(entry):
+            self._delete(partition, exact)
+            return
         entry.is_recorded = self.shared is not None
         if self.cold.adopt(entry, data):
             return

@@ -19,7 +19,9 @@ class WindowedLRUK(Cache[str, int]):
 
     An item is proven when its K-th last access, ghosts included, is later than the last
     access of the main part's oldest item: it has come back sooner than that one will have.
-    The oldest then makes room and passes through the window once more. So what is asked once
+    The oldest then makes room and passes through the window once more. When the window has
+    become smaller, the oldest outside move into the room that this leaves, unproven; in the
+    main part they are as young as if they had been used then. So what is asked once
     stays in probation, a scan or a loop larger than the cache leaves the main part alone,
     and with the window at its widest the policy is LRU.
 
@@ -55,7 +57,7 @@ class WindowedLRUK(Cache[str, int]):
         self._ghost_factor = ghosts
         self._now = itertools.count().__next__
         self._times: dict[str, tuple[int, ...]] = {}
-        # Each in the order of last accesses, oldest first.
+        # Oldest first: the window by last access, the others also by when they moved there.
         self._window: OrderedDict[str, int] = OrderedDict()
         self._leaving: OrderedDict[str, int] = OrderedDict()
         self._main: OrderedDict[str, int] = OrderedDict()

@@ -185,16 +185,17 @@ def test_lru_k_evicts_what_the_slow_reference_evicts(trace, k, ghosts, half_life
 
 
 class SlowWindowed:
-    """The window and the main part as lists in the order of use; a plain LRU beside them."""
+    """Three lists, each in the order of use or of moving there; a plain LRU beside them."""
 
     def __init__(self, size, k, ghosts):
         self.size, self.k, self.ghosts, self.now = size, k, ghosts, itertools.count()
-        self.past, self.outside, self.main, self.gone, self.plain = {}, [], [], [], []
+        self.past, self.gone, self.plain = {}, [], []
+        self.fresh, self.leaving, self.main = [], [], []
         self.window = windowed.START_SHARE * size
 
     @property
     def held(self):
-        return self.outside + self.main
+        return self.fresh + self.leaving + self.main
 
     def use(self, key):
         was_held = key in self.held
@@ -207,38 +208,38 @@ class SlowWindowed:
         self.plain = [*(other for other in self.plain if other != key), key][-self.size :]
         self.gone = [ghost for ghost in self.gone if ghost != key]
         self.past.setdefault(key, []).append(next(self.now))
-        if key not in self.main and self.is_proven(key):
-            self.outside = [other for other in self.outside if other != key]
-            self.main.append(key)
-        elif not was_held:
-            self.outside.append(key)
+        is_main = key in self.main or self.is_proven(key)
+        for part in (self.fresh, self.leaving, self.main):
+            if key in part:
+                part.remove(key)
+        (self.main if is_main else self.fresh).append(key)
         while len(self.main) > self.size - self.window:
-            self.outside.append(self.oldest(self.main))
-            self.main.remove(self.outside[-1])
+            self.leaving.append(self.main.pop(0))
 
     def is_proven(self, key):
         seen = self.past[key]
         return (
             len(self.main) > 0
             and len(seen) >= self.k
-            and seen[-self.k] > self.past[self.oldest(self.main)][-1]
+            and seen[-self.k] > self.past[self.main[0]][-1]
         )
 
-    def oldest(self, keys):
-        return min(keys, key=lambda key: self.past[key][-1])
-
     def evict(self):
-        while self.outside and len(self.main) + 1 <= self.size - self.window:
-            self.main.append(self.oldest(self.outside))
-            self.outside.remove(self.main[-1])
-        victim = self.oldest(self.outside or self.main)
-        (self.outside if self.outside else self.main).remove(victim)
+        while True:
+            outside = [part for part in (self.fresh, self.leaving) if part]
+            part = min(outside or [self.main], key=lambda part: self.past[part[0]][-1])
+            victim = part.pop(0)
+            if not outside or len(self.main) + 1 > self.size - self.window:
+                break
+            self.main.append(victim)
         self.gone.append(victim)
         self.trim()
         return victim
 
     def delete(self, key):
-        (self.main if key in self.main else self.outside).remove(key)
+        for part in (self.fresh, self.leaving, self.main):
+            if key in part:
+                part.remove(key)
         self.plain = [other for other in self.plain if other != key]
         del self.past[key]
         self.trim()

@@ -16,6 +16,7 @@ import redis
 from cache.answer import StoredAnswer
 from cache.cold_redis import redis_store
 from cache.cold_sqlite import sqlite_store
+from cache.entries import Entry
 from cache.key import PromptKey, make_key
 from cache.prompt_cache import CacheConfig, Hit, Miss, PromptCache
 from cache.sharing import Condemned, Removal, pack, unpack
@@ -152,6 +153,35 @@ def test_a_deletion_reaches_what_only_the_other_holds(open_cache: Opens) -> None
     eventually(lambda: one.delete(EntryFilter()) or exact(other, 0) is None)
     other.close()
     assert exact(open_cache(), 0) is None
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_is_written_late_does_not_come_back(
+    is_wrong: bool, open_cache: Opens, clock: Clock
+) -> None:
+    one, other, third = open_cache(), open_cache(), open_cache()
+    put(one, 0)
+    clock.now += 2
+    if is_wrong:
+        one.feedback(key_of(0).exact[:16], was_right=False)
+    else:
+        one.delete(EntryFilter(tenant="a"))
+    one.flush()
+    eventually(lambda: third.epoch)
+    # As if the other had answered before, and had not heard of it when it wrote.
+    clock.now -= 1
+    other._tiers.put(Entry(key_of(0), answer_of("late"), clock.now, VECTOR), clock.now)
+    other.flush()
+    clock.now += 2
+    other._tiers.put(Entry(key_of(2), answer_of("next"), clock.now, None), clock.now)
+    for cache in (one, third):
+        eventually(lambda cache=cache: exact(cache, 2))
+        assert exact(cache, 0) is None
+    eventually(lambda: exact(other, 0) is None)
+    # A deletion that is still on its way would take the next answer along.
+    assert all(cache.flush() for cache in (one, other, third))
+    put(one, 0, "anew")
+    eventually(lambda: exact(third, 0) == b"anew")
 
 
 def test_a_deletion_reaches_records_that_nobody_has_room_for(open_cache: Opens) -> None:
@@ -320,7 +350,7 @@ def test_caches_of_two_names_share_nothing(server: RedisServer) -> None:
 
 
 def test_notices_are_read_as_they_were_written() -> None:
-    removal = Removal(EntryFilter(tenant="Ä", older_than_s=2.5))
+    removal = Removal(EntryFilter(tenant="Ä", older_than_s=2.5), 17.25)
     assert unpack(pack(removal)) == removal
     wrong = unpack(pack(Condemned("p", "e", VECTOR)))
     assert isinstance(wrong, Condemned)
