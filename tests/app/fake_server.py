@@ -102,15 +102,15 @@ class Peer:
         await self.send("INFER_DONE", id=id, seq=seq, **(final | fields))
 
     async def until(self, type: str, *, reading: bool = False) -> None:
-        """Returns when the last frame that came is of this type; it is for the script to read it.
+        """Returns when a frame of this type has come; it is for the script to read it.
 
         Args:
-            reading: read up to it, for scripts that wait for it themselves.
+            reading: read up to the next one, for scripts that wait for it themselves.
         """
-        while not self.received or self.received[-1]["type"] != type:
-            if reading:
+        if reading:
+            while not self.received or self.received[-1]["type"] != type:
                 await self.receive()
-                continue
+        while not any(frame["type"] == type for frame in self.received):
             await self.arrived.wait()
             self.arrived.clear()
 
