@@ -2,12 +2,6 @@
 
 Every unit of work is one database session and one transaction, and nobody else ever has
 that session. No request waits for this: `Accounts` polls it, `UsageLedger` writes behind.
-
-    tenants          their limits
-    api_keys         SHA-256 of each key; revoked ones stay
-    usage_days       what each tenant used, a row a day
-    usage_writers    the last batch of each ledger, so that none counts twice
-    account_revision one row that changes with tenants and keys
 """
 
 from __future__ import annotations
@@ -26,16 +20,11 @@ from typing import Any
 from filelock import FileLock
 from sqlalchemy import (
     URL,
-    BigInteger,
-    Connection,
-    ForeignKey,
-    String,
     Table,
     create_engine,
     delete,
     event,
     func,
-    inspect,
     make_url,
     select,
     text,
@@ -44,9 +33,16 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-from sqlalchemy.schema import CreateIndex, CreateTable
 
+from app.account_tables import (
+    KeyRow,
+    RevisionRow,
+    TableRow,
+    TenantRow,
+    UsageRow,
+    WriterRow,
+    create_missing,
+)
 from app.rate_limits import Limits
 from app.settings import AccountSettings, SettingsError
 from app.usage_ledger import Batch, Row, Used
@@ -68,58 +64,6 @@ ROWS_AT_A_TIME = 500
 
 class StoreUnavailable(Overloaded):
     """The store cannot be read or written now."""
-
-
-class _Base(DeclarativeBase):
-    type_annotation_map = {int: BigInteger}  # noqa: RUF012  SQLAlchemy reads it off the class
-
-
-class _Tenant(_Base):
-    __tablename__ = "tenants"
-
-    name: Mapped[str] = mapped_column(String(128), primary_key=True)
-    requests_per_minute: Mapped[int | None]
-    tokens_per_minute: Mapped[int | None]
-    concurrent_requests: Mapped[int | None]
-
-
-class _ApiKey(_Base):
-    __tablename__ = "api_keys"
-
-    id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.name"), index=True)
-    sha256: Mapped[str] = mapped_column(String(64), unique=True)
-    hint: Mapped[str] = mapped_column(String(8))
-    is_admin: Mapped[bool]
-    created_at: Mapped[int]
-    revoked_at: Mapped[int | None]
-
-
-class _UsageDay(_Base):
-    __tablename__ = "usage_days"
-
-    day: Mapped[str] = mapped_column(String(10), primary_key=True)
-    tenant: Mapped[str] = mapped_column(String(128), primary_key=True)
-    requests: Mapped[int]
-    prompt_tokens: Mapped[int]
-    completion_tokens: Mapped[int]
-    cached_tokens: Mapped[int]
-    saved_tokens: Mapped[int]
-
-
-class _UsageWriter(_Base):
-    __tablename__ = "usage_writers"
-
-    writer: Mapped[str] = mapped_column(String(32), primary_key=True)
-    last_batch: Mapped[int]
-    written_at: Mapped[int]
-
-
-class _Revision(_Base):
-    __tablename__ = "account_revision"
-
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    revision: Mapped[str] = mapped_column(String(32))
 
 
 @dataclass(frozen=True)
@@ -215,14 +159,12 @@ class AccountStore:
         """What is in force now; `known` itself while nothing has changed."""
         async with self.unit_of_work() as session:
             # First, so that rows are never older than it.
-            revision = await session.scalar(select(_Revision.revision)) or ""
+            revision = await session.scalar(select(RevisionRow.revision)) or ""
             if known is not None and known.revision == revision:
                 return known
-            tenants = (await session.scalars(select(_Tenant))).all()
-            keys = (
-                await session.scalars(select(_ApiKey).where(_ApiKey.revoked_at.is_(None)))
-            ).all()
-            num_keys = await session.scalar(select(func.count()).select_from(_ApiKey)) or 0
+            tenants = (await session.scalars(select(TenantRow))).all()
+            keys = (await session.scalars(select(KeyRow).where(KeyRow.revoked_at.is_(None)))).all()
+            num_keys = await session.scalar(select(func.count()).select_from(KeyRow)) or 0
         limits = {tenant.name: _limits(tenant) for tenant in tenants}
         return Snapshot(
             revision=revision,
@@ -235,7 +177,7 @@ class AccountStore:
         self, tenant: str, sha256: str, hint: str, *, is_admin: bool = False
     ) -> StoredKey:
         """A new key of a tenant, which is made if need be."""
-        key = _ApiKey(
+        key = KeyRow(
             id=f"key_{secrets.token_hex(6)}",
             tenant=tenant,
             sha256=sha256,
@@ -246,7 +188,7 @@ class AccountStore:
         )
         async with self.unit_of_work() as session:
             await self._revise(session)
-            made = self._insert(_Tenant).values(name=tenant).on_conflict_do_nothing()
+            made = self._insert(TenantRow).values(name=tenant).on_conflict_do_nothing()
             await session.execute(made)
             session.add(key)
         return _stored_key(key)
@@ -256,7 +198,7 @@ class AccountStore:
         values = asdict(limits)
         async with self.unit_of_work() as session:
             await self._revise(session)
-            made = self._insert(_Tenant).values(name=tenant, **values)
+            made = self._insert(TenantRow).values(name=tenant, **values)
             await session.execute(made.on_conflict_do_update(index_elements=["name"], set_=values))
 
     async def revoke_key(self, id: str) -> StoredKey:
@@ -268,58 +210,58 @@ class AccountStore:
         async with self.unit_of_work() as session:
             await self._revise(session)
             await session.execute(
-                update(_ApiKey)
-                .where(_ApiKey.id == id, _ApiKey.revoked_at.is_(None))
+                update(KeyRow)
+                .where(KeyRow.id == id, KeyRow.revoked_at.is_(None))
                 .values(revoked_at=int(time.time()))
             )
-            key = await session.get(_ApiKey, id)
+            key = await session.get(KeyRow, id)
             if key is None:
                 raise InvalidRequest(f"no key has the id {id[:64]!a}", param="id")
         return _stored_key(key)
 
     async def list_keys(self, tenant: str | None = None) -> list[tuple[StoredKey, Limits]]:
         """All keys, the revoked ones too, with the limits of their tenants; oldest first."""
-        asked = select(_ApiKey, _Tenant).join(_Tenant, _ApiKey.tenant == _Tenant.name)
+        asked = select(KeyRow, TenantRow).join(TenantRow, KeyRow.tenant == TenantRow.name)
         if tenant is not None:
-            asked = asked.where(_ApiKey.tenant == tenant)
+            asked = asked.where(KeyRow.tenant == tenant)
         async with self.unit_of_work() as session:
-            found = await session.execute(asked.order_by(_ApiKey.created_at, _ApiKey.id))
+            found = await session.execute(asked.order_by(KeyRow.created_at, KeyRow.id))
             return [(_stored_key(key), _limits(of)) for key, of in found]
 
     async def add_usage(self, batch: Batch) -> None:
         """Adds a batch of a ledger, unless it was added before."""
         now_s = int(time.time())
-        mark = self._insert(_UsageWriter).values(
+        mark = self._insert(WriterRow).values(
             writer=batch.writer, last_batch=batch.number, written_at=now_s
         )
         # Both a check and a lock: an attempt that was given up may still be at work.
         mark = mark.on_conflict_do_update(
             index_elements=["writer"],
             set_={"last_batch": batch.number, "written_at": now_s},
-            where=_UsageWriter.last_batch < batch.number,
+            where=WriterRow.last_batch < batch.number,
         )
-        new = self._insert(_UsageDay)
-        sums = {name: getattr(_UsageDay, name) + new.excluded[name] for name in Used._fields}
+        new = self._insert(UsageRow)
+        sums = {name: getattr(UsageRow, name) + new.excluded[name] for name in Used._fields}
         add = new.on_conflict_do_update(index_elements=["day", "tenant"], set_=sums)
         # In one order, so that two ledgers never wait for each other.
         rows = [{**row._asdict(), **batch.rows[row]._asdict()} for row in sorted(batch.rows)]
         async with self.unit_of_work() as session:
-            is_new = await session.scalar(mark.returning(_UsageWriter.writer))
+            is_new = await session.scalar(mark.returning(WriterRow.writer))
             if is_new is None:
                 return
             for start in range(0, len(rows), ROWS_AT_A_TIME):
                 await session.execute(add, rows[start : start + ROWS_AT_A_TIME])
-            gone = _UsageWriter.written_at < now_s - WRITER_LIFE_S
-            await session.execute(delete(_UsageWriter).where(gone))
+            gone = WriterRow.written_at < now_s - WRITER_LIFE_S
+            await session.execute(delete(WriterRow).where(gone))
 
     async def usage(
         self, tenant: str | None, *, first_day: str, last_day: str, limit: int
     ) -> Sequence[tuple[Row, Used]]:
         """What a tenant used, or all of them; newest day first."""
-        asked = select(_UsageDay).where(_UsageDay.day.between(first_day, last_day))
+        asked = select(UsageRow).where(UsageRow.day.between(first_day, last_day))
         if tenant is not None:
-            asked = asked.where(_UsageDay.tenant == tenant)
-        asked = asked.order_by(_UsageDay.day.desc(), _UsageDay.tenant).limit(limit)
+            asked = asked.where(UsageRow.tenant == tenant)
+        asked = asked.order_by(UsageRow.day.desc(), UsageRow.tenant).limit(limit)
         async with self.unit_of_work() as session:
             days = (await session.scalars(asked)).all()
         return [
@@ -333,16 +275,16 @@ class AccountStore:
         else:
             async with self._engine.begin() as connection:
                 await connection.execute(text(f"SELECT pg_advisory_xact_lock({SCHEMA_LOCK})"))
-                await connection.run_sync(_create_missing)
+                await connection.run_sync(create_missing)
         self._has_tables = True
 
     async def _revise(self, session: AsyncSession) -> None:
         """The first statement of a change: it also makes changes wait for each other."""
         values = {"revision": uuid.uuid4().hex}
-        made = self._insert(_Revision).values(id=1, **values)
+        made = self._insert(RevisionRow).values(id=1, **values)
         await session.execute(made.on_conflict_do_update(index_elements=["id"], set_=values))
 
-    def _insert(self, model: type[_Base]) -> Any:
+    def _insert(self, model: type[TableRow]) -> Any:
         """An `INSERT` that knows `ON CONFLICT`, which each dialect spells in a class of its own."""
         assert isinstance(model.__table__, Table)
         return self._dialect.insert(model.__table__)
@@ -405,19 +347,9 @@ def _make_file(file: Path, timeout_s: float) -> None:
             with engine.begin() as connection:
                 # Stays with the file: readers and a writer go on beside each other.
                 connection.execute(text("PRAGMA journal_mode=WAL"))
-                _create_missing(connection)
+                create_missing(connection)
         finally:
             engine.dispose()
-
-
-def _create_missing(connection: Connection) -> None:
-    """Only what is missing: somebody else may have made the tables, and granted no more than them."""
-    present = set(inspect(connection).get_table_names())
-    for table in _Base.metadata.sorted_tables:
-        if table.name not in present:
-            connection.execute(CreateTable(table, if_not_exists=True))
-            for index in table.indexes:
-                connection.execute(CreateIndex(index, if_not_exists=True))
 
 
 def _unavailable(error: Exception) -> StoreUnavailable:
@@ -428,7 +360,7 @@ def _unavailable(error: Exception) -> StoreUnavailable:
     )
 
 
-def _stored_key(key: _ApiKey) -> StoredKey:
+def _stored_key(key: KeyRow) -> StoredKey:
     return StoredKey(
         id=key.id,
         tenant=key.tenant,
@@ -440,7 +372,7 @@ def _stored_key(key: _ApiKey) -> StoredKey:
     )
 
 
-def _limits(tenant: _Tenant) -> Limits:
+def _limits(tenant: TenantRow) -> Limits:
     return Limits(
         requests_per_minute=tenant.requests_per_minute,
         tokens_per_minute=tenant.tokens_per_minute,

@@ -234,7 +234,7 @@ def _prepare(settings: Settings) -> None:
     from deployments.engine.weights import pull, resolve
 
     home = settings.home.expanduser()
-    wanted = [settings.model.name] if settings.model.backend == "transformers" else []
+    wanted = [settings.model.name] if settings.model.backend != "mock" else []
     if settings.cache.enabled and settings.cache.semantic:
         wanted.append(settings.cache.embedder)
     for name in wanted:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 from app.client_connection import ClientConnection, ConnectionLost
 from protocol import frames
 from protocol.errors import BadState, InvalidRequest, ServingError
-from protocol.session import CLOSE_CODES
+from protocol.events import CLOSE_CODES
 from protocol.token_log import CacheOutcome, TokenDelta
 
 if TYPE_CHECKING:

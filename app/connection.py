@@ -29,10 +29,7 @@ from app.relay import Relay
 from app.serving import Stream
 from app.stream_keeper import StreamKeeper
 from protocol.errors import Replaced, ServingError
-from protocol.frames import Hello, InferReq, Resume
-from protocol.parse import inference_request
-from protocol.request import InferenceRequest
-from protocol.session import (
+from protocol.events import (
     CancelRequest,
     Close,
     EndRequest,
@@ -42,10 +39,12 @@ from protocol.session import (
     ReceiveRequest,
     ResumeRequest,
     Send,
-    Session,
-    SessionLimits,
     StartRequest,
 )
+from protocol.frames import Hello, InferReq, Resume
+from protocol.parse import inference_request
+from protocol.request import InferenceRequest
+from protocol.session import Session, SessionLimits
 from protocol.token_log import CacheOutcome, Terminal
 
 logger = logging.getLogger(__name__)

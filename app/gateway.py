@@ -19,10 +19,7 @@ from app.serving import StreamOpener
 from app.stream_keeper import StreamKeeper
 from app.tickets import Tickets, offered_ticket
 from protocol.errors import OriginRefused, Overloaded, ServingError
-from protocol.session import (
-    Session,
-    SessionLimits,
-)
+from protocol.session import Session, SessionLimits
 
 logger = logging.getLogger(__name__)
 

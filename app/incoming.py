@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from protocol.errors import InvalidRequest
+from protocol.events import Event
 from protocol.frames import InferReq
-from protocol.session import Event, Session
+from protocol.session import Session
 
 
 class IncomingRequest:

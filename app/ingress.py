@@ -62,7 +62,7 @@ class WithoutRequestId:
 
 
 class ModelHandle:
-    """`graph.ModelPort` over a Serve handle; `route` is for our request router."""
+    """`ports.ModelPort` over a Serve handle; `route` is for our request router."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle.options(_by_reference=False)
@@ -106,7 +106,7 @@ class ModelHandle:
 
 
 class CacheHandle:
-    """`graph.CachePort` over a Serve handle."""
+    """`ports.CachePort` over a Serve handle."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle.options(_by_reference=False)

@@ -69,19 +69,27 @@ def dev(args: dict[str, Any]) -> Application:
 
 def _model(settings: Settings) -> Application:
     model = settings.model
-    folder = _prepared(settings, model.name) if model.backend == "transformers" else None
+    folder = _prepared(settings, model.name) if model.backend != "mock" else None
+    if model.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise SettingsError(
+            "model.backend is vllm, which is not installed: pip install 'seedance[vllm]'"
+        )
     context_length = 8192 if folder is None else folder.context_length
     try:
         config = EngineConfig(
             max_num_seqs=model.max_num_seqs,
             max_num_batched_tokens=model.max_num_batched_tokens,
             prefill_slowdown=model.prefill_slowdown,
+            speculative_tokens=model.speculative_tokens,
+            max_speculative_rows=model.max_speculative_rows,
             max_waiting=model.max_waiting,
             max_waiting_tokens=model.max_waiting_tokens,
             max_model_len=min(model.max_model_len or context_length, context_length),
             device=model.device,
             dtype=model.dtype,
             num_threads=model.num_threads,
+            cuda_graphs=model.cuda_graphs,
+            compile=model.compile,
         )
     except ValueError as error:  # two values that do not go together
         raise SettingsError(f"settings: model: {error}") from None
@@ -97,6 +105,7 @@ def _model(settings: Settings) -> Application:
             config=config,
             folder=None if folder is None else folder.path,
             mock_token_interval_s=model.mock_token_interval_s,
+            is_vllm=model.backend == "vllm",
         ),
         leases=BusLeases(
             orphan_s=settings.limits.orphan_lease_s,
@@ -274,5 +283,5 @@ def _prepared(settings: Settings, name: str) -> ModelFolder:
 def _num_gpus(model: ModelSettings) -> float:
     if model.num_gpus is not None:
         return model.num_gpus
-    wants_gpu = model.backend == "transformers" and model.device != "cpu"
+    wants_gpu = model.backend != "mock" and model.device != "cpu"
     return 1.0 if wants_gpu and ray.cluster_resources().get("GPU", 0) >= 1 else 0.0

@@ -7,17 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from app.openai_chunk_writer import ChunkWriter, MaybeUsage, num_tokens
 from app.openai_logprobs import chat_logprobs
-from app.openai_replies import (
-    DONE,
-    Event,
-    Heading,
-    UsageCounter,
-    bare_id,
-    encode,
-    failure_events,
-    finish_reason,
-)
+from app.openai_replies import Event, Heading, bare_id, encode, finish_reason
 from app.openai_requests import Plan
 from app.openai_tools import CallPart, Parts, ToolCallReader
 from app.openai_types import (
@@ -33,29 +25,20 @@ from app.openai_types import (
     Usage,
 )
 from app.serving import Stream
-from protocol.errors import ServingError
 from protocol.token_log import TokenDelta, TokenLog
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter[ChatChunkChoice]):
     """Writes the replies of /v1/chat/completions."""
 
-    last_line = DONE
-
     def __init__(self, heading: Heading, plan: Plan) -> None:
-        self._heading = heading
+        super().__init__(heading, plan)
         self._tools = plan.tools
-        self._include_usage = plan.include_usage
-        self._counter = UsageCounter(plan.n) if plan.counts_usage else None
         self._readers: dict[int, ToolCallReader] = {}
 
     def begin(self, streams: Sequence[Stream]) -> None:
+        super().begin(streams)
         self._readers = {index: self._tools.reader() for index in range(len(streams))}
-        if self._counter is not None:
-            self._counter.begin(streams)
-
-    def rename(self, reply_id: str) -> None:
-        self._heading = dataclasses.replace(self._heading, id=reply_id)
 
     def whole(self, logs: Sequence[TokenLog], usage: Usage) -> bytes:
         heading = self._heading
@@ -72,35 +55,23 @@ class ChatWriter:
 
     def opening(self, index: int) -> list[Event]:
         delta = ChatDelta(role="assistant", content="")
-        return self._chunk(ChatChunkChoice(index=index, delta=delta))
+        return self._chunk(ChatChunkChoice(index=index, delta=delta), num_tokens=0)
 
     def piece(self, index: int, delta: TokenDelta) -> list[Event]:
         parts = self._readers[index].feed(delta.text)
         if not parts.text and not parts.calls and not delta.logprobs:
             return []
-        if self._counter is not None:
-            self._counter.count(index, delta.seq + 1)
-        return self._chunk(
-            ChatChunkChoice(
-                index=index,
-                delta=self._delta(index, parts),
-                logprobs=chat_logprobs([delta]),
-            )
+        choice = ChatChunkChoice(
+            index=index, delta=self._delta(index, parts), logprobs=chat_logprobs([delta])
         )
+        return self._chunk(choice, num_tokens=delta.seq + 1)
 
     def closing(self, index: int, log: TokenLog) -> list[Event]:
-        if self._counter is not None and log.terminal is not None:
-            self._counter.count(index, log.terminal.usage.completion_tokens)
         parts = self._readers[index].end()
         delta = self._delta(index, parts) if parts.text or parts.calls else ChatDelta()
         reason = self._finish_reason(index, log)
-        return self._chunk(ChatChunkChoice(index=index, delta=delta, finish_reason=reason))
-
-    def usage(self, usage: Usage) -> list[Event]:
-        return [self._event([], usage)] if self._include_usage else []
-
-    def failure(self, error: ServingError) -> list[Event]:
-        return failure_events(error)
+        choice = ChatChunkChoice(index=index, delta=delta, finish_reason=reason)
+        return self._chunk(choice, num_tokens=num_tokens(log))
 
     def _choice(self, index: int, log: TokenLog) -> ChatChoice:
         reader = self._readers[index]
@@ -138,26 +109,16 @@ class ChatWriter:
             function=CalledFunction(name=part.name, arguments=part.arguments),
         )
 
-    def _chunk(self, choice: ChatChunkChoice) -> list[Event]:
-        usage: Usage | msgspec.UnsetType | None = None if self._include_usage else msgspec.UNSET
-        if self._counter is not None:
-            usage = self._counter.usage
-        return [self._event([choice], usage)]
-
-    def _event(
-        self, choices: list[ChatChunkChoice], usage: Usage | msgspec.UnsetType | None
-    ) -> Event:
+    def _pack(self, choices: list[ChatChunkChoice], usage: MaybeUsage) -> bytes:
         heading = self._heading
-        return Event(
-            encode(
-                ChatChunk(
-                    id=heading.id,
-                    created=heading.created,
-                    model=heading.model,
-                    system_fingerprint=heading.revision,
-                    choices=choices,
-                    usage=usage,
-                )
+        return encode(
+            ChatChunk(
+                id=heading.id,
+                created=heading.created,
+                model=heading.model,
+                system_fingerprint=heading.revision,
+                choices=choices,
+                usage=usage,
             )
         )
 

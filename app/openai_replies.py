@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from app.openai_errors import error_reply
 from app.openai_types import FinishReason, PromptTokensDetails, Usage
 from app.serving import Stream
 from protocol.errors import ServingError
@@ -83,39 +82,6 @@ class Writer(Protocol):
     def failure(self, error: ServingError) -> list[Event]:
         """The end of a stream that failed in its middle."""
         ...
-
-
-class UsageCounter:
-    """Usage so far, for every chunk of a stream that asks for it."""
-
-    def __init__(self, n: int) -> None:
-        self._n = n
-        self._prompt_tokens = 0
-        self._completion_tokens: dict[int, int] = {}
-
-    def begin(self, streams: Sequence[Stream]) -> None:
-        for stream in streams[:: self._n]:
-            terminal = stream.log.terminal
-            known = 0 if terminal is None else terminal.usage.prompt_tokens
-            self._prompt_tokens += known or stream.prompt_tokens
-
-    def count(self, index: int, num_tokens: int) -> None:
-        self._completion_tokens[index] = num_tokens
-
-    @property
-    def usage(self) -> Usage:
-        completion_tokens = sum(self._completion_tokens.values())
-        return Usage(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=self._prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(),
-        )
-
-
-def failure_events(error: ServingError) -> list[Event]:
-    """An error object as the one event after which nothing comes."""
-    return [Event(encode(error_reply(error)))]
 
 
 def finish_reason(log: TokenLog) -> FinishReason:

@@ -49,14 +49,18 @@ class ModelSettings(_Section):
     """Hugging Face id, or a folder with config.json, tokenizer and safetensors."""
     served_name: str | None = Field(default=None, min_length=1, max_length=256)
     """Model id that clients use; null: `name`."""
-    backend: Literal["transformers", "mock"] = "transformers"
-    """`mock` emits a canned answer through the real scheduler: front ends need no weights."""
+    backend: Literal["transformers", "vllm", "mock"] = "transformers"
+    """`transformers`: our engine; `vllm`: that of vLLM, where it is installed; `mock` emits a canned answer through the real scheduler: front ends need no weights."""
     mock_token_interval_s: float = Field(default=0.1, ge=0, le=60)
     """Time between two tokens of the mock."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """`auto`, `cpu`, `cuda` or `cuda:N`; auto is CUDA where there is any."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights; auto is bfloat16 where the hardware computes it, else float32."""
+    cuda_graphs: bool = True
+    """On CUDA: record the steps that only decode and play them back."""
+    compile: bool = False
+    """On CUDA: torch.compile for the forward; takes a minute and a C compiler at start."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of one replica; null: all cores but one, which Serve's processes need."""
     max_num_seqs: int = Field(default=16, ge=1, le=1024)
@@ -67,6 +71,10 @@ class ModelSettings(_Section):
     """Tokens of one step; more prefill faster and pause streams longer. At least `max_num_seqs` + 256."""
     prefill_slowdown: float = Field(default=2.0, ge=0, le=1000)
     """Target for the time between two tokens of a stream beside prompts, as a multiple of its usual one (1 or more); 0: none."""
+    speculative_tokens: int = Field(default=7, ge=0, le=64)
+    """Longest guess at the next tokens of an answer that repeats its prompt or itself; wrong ones change nothing; 0: none."""
+    max_speculative_rows: int = Field(default=8, ge=0, le=4096)
+    """Tokens of one step's answers, guesses included; with more answers at a time there are no guesses."""
     max_waiting: int = Field(default=256, ge=1, le=1_000_000)
     """Requests queued in one replica; one more is refused with `overloaded`."""
     max_waiting_tokens: int = Field(default=0, ge=0, le=10_000_000_000)
@@ -77,6 +85,14 @@ class ModelSettings(_Section):
     """Cores that Ray sets aside for one replica."""
     num_gpus: float | None = Field(default=None, ge=0, le=64)
     """GPUs of one replica; null: one where the cluster has any."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.backend == "vllm" and self.device != "auto":
+            raise PydanticCustomError(
+                "backend", "backend vllm takes device auto, not {device}", {"device": self.device}
+            )
+        return self
 
 
 class StoreSettings(_Section):

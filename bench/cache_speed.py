@@ -37,6 +37,8 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
+from bench.worker import Worker, rounds, tell  # noqa: E402
+
 Matrix = NDArray[np.float32]
 Look = Callable[[str, Matrix], bool]
 """Whether a question, with its vector, was answered."""
@@ -227,14 +229,13 @@ def serve_rounds(kind: str, path: Path) -> None:
     if kind == "seedance exact":
         texts, vectors = workload.stored[:NUM_QUERIES], workload.stored_vectors[:NUM_QUERIES]
     with open_cache(kind, workload) as look:
-        print("ready", flush=True)
-        for _ in sys.stdin:
+        for _ in rounds():
             taken, hits = [], 0
             for text, vector in zip(texts, vectors, strict=True):
                 start = time.perf_counter()
                 hits += look(text, vector)
                 taken.append(time.perf_counter() - start)
-            print(json.dumps([hits, taken]), flush=True)
+            tell([hits, taken])
 
 
 class Runner:
@@ -245,36 +246,23 @@ class Runner:
         self.hits = 0
         self.rounds: list[list[float]] = []
         folder.mkdir()
-        self._process = subprocess.Popen(
+        self._worker = Worker(
+            kind,
             [python, "-m", "bench.cache_speed", "--serve", kind, "--workload", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         )
-        self._answer("ready")
 
     def run(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        self.hits, taken = json.loads(self._answer("["))
+        self.hits, taken = self._worker.run()
         self.rounds.append(taken)
 
     def close(self) -> None:
-        self._process.communicate()
+        self._worker.close()
 
     @property
     def best(self) -> list[float]:
         return min(self.rounds, key=sum)
-
-    def _answer(self, begin: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(begin):
-                return line
-        raise RuntimeError(f"{self.kind} ended with {self._process.wait()}")
 
 
 def show(runners: list[Runner]) -> None:

@@ -19,12 +19,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bench.worker import Worker, rounds, tell
 
 Matrix = NDArray[np.float32]
 KINDS = ("sentence-transformers", "torch bf16", "openvino f32", "openvino bf16")
@@ -92,13 +93,13 @@ def serve_rounds(kind: str, folder: Path, texts: list[str]) -> None:
     start = time.perf_counter()
     embed = load(kind, folder)
     embed([ONE])
-    print(json.dumps({"cold_s": time.perf_counter() - start}), flush=True)
+    cold_s = time.perf_counter() - start
     vectors = embed([ONE, *texts]).tolist()
-    for _ in sys.stdin:
+    for _ in rounds(cold_s):
         taken = {"one": [seconds(lambda: embed([ONE])) for _ in range(20)]}
         taken["many"] = [seconds(lambda: embed(texts)) for _ in range(2)]
         bytes_held = psutil.Process().memory_info().rss
-        print(json.dumps({"vectors": vectors, "bytes": bytes_held, **taken}), flush=True)
+        tell({"vectors": vectors, "bytes": bytes_held, **taken})
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -114,35 +115,20 @@ class Runner:
         self.kind = kind
         self.taken: dict[str, list[float]] = {"one": [], "many": []}
         command = [sys.executable, "-m", "bench.embedder", str(folder)]
-        self._process = subprocess.Popen(
-            [*command, "--data", str(data), "--serve", kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
+        self._worker = Worker(
+            kind, [*command, "--data", str(data), "--serve", kind], stderr=subprocess.DEVNULL
         )
-        self.cold_s = self._answer()["cold_s"]
+        self.cold_s: float = self._worker.greeting
 
     def run(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        answer = self._answer()
+        answer = self._worker.run()
         for name, taken in self.taken.items():
             taken += answer[name]
         self.vectors = np.array(answer["vectors"])
         self.mib = answer["bytes"] / 2**20
 
     def close(self) -> None:
-        self._process.communicate()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.kind} ended with {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        self._worker.close()
 
 
 def show(runners: list[Runner]) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import IO
@@ -110,7 +111,7 @@ def build_mock(spec: EngineSpec) -> AsyncEngine:
     tokenizer = byte_tokenizer()
     path = os.environ.get(STEPS_FILE)
     steps = Path(path).open("a") if path else None  # noqa: SIM115 (as long as the replica lives)
-    runner = PromptRunner(
-        tokenizer, spec.config, interval_s=spec.mock_token_interval_s, steps=steps
-    )
-    return AsyncEngine(Engine(runner, tokenizer, spec.config))
+    # A step gives one token, as the interval says.
+    config = replace(spec.config, speculative_tokens=0)
+    runner = PromptRunner(tokenizer, config, interval_s=spec.mock_token_interval_s, steps=steps)
+    return AsyncEngine(Engine(runner, tokenizer, config))

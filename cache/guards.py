@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from cache import lexicon, senses
-from cache.reading import Reading, Token, concept_of
+from cache import lexicon
+from cache.concepts import concept_of
+from cache.languages import BY_LANGUAGE
+from cache.reading import Reading, Token
 from cache.spelling import english_words, is_slip
 from cache.wording import Term, Wording, read
 
@@ -202,7 +204,7 @@ def _are_interchangeable(one: list[Token], other: list[Token], language: str) ->
 
 @cache
 def _interchangeable(language: str) -> tuple[frozenset[str], ...]:
-    known = senses.BY_LANGUAGE.get(language)
+    known = BY_LANGUAGE.get(language)
     groups = known.interchangeable if known else ()
     return tuple(frozenset(concept_of(word, language) for word in group) for group in groups)
 
@@ -327,7 +329,7 @@ def _names_differ(_: Reading, __: Reading, alignment: Alignment) -> str | None:
 
 def _opposites(first: Reading, _: Reading, alignment: Alignment) -> str | None:
     language = first.language or ""
-    known = senses.BY_LANGUAGE[language]
+    known = BY_LANGUAGE[language]
     for one in alignment.only[0] + alignment.light[0]:
         for other in alignment.only[1] + alignment.light[1]:
             pair = (one.concept, other.concept)
@@ -342,13 +344,13 @@ def _opposites(first: Reading, _: Reading, alignment: Alignment) -> str | None:
 
 @cache
 def _oppositions(language: str) -> tuple[frozenset[str], ...]:
-    groups = senses.BY_LANGUAGE[language].opposite
+    groups = BY_LANGUAGE[language].opposite
     return tuple(frozenset(concept_of(word, language) for word in group) for group in groups)
 
 
 @cache
 def _kinds(language: str) -> tuple[frozenset[str], ...]:
-    groups = senses.BY_LANGUAGE[language].kinds
+    groups = BY_LANGUAGE[language].kinds
     return tuple(frozenset(concept_of(word, language) for word in group) for group in groups)
 
 
@@ -405,7 +407,7 @@ def _one_adds(first: Reading, second: Reading, alignment: Alignment) -> str | No
 
 def _roles_differ(first: Reading, _: Reading, alignment: Alignment) -> str | None:
     """Whether things changed places: "from A to B" and "from B to A", "A loves B", "B loves A"."""
-    movable = senses.BY_LANGUAGE[first.language or ""].movable
+    movable = BY_LANGUAGE[first.language or ""].movable
     pairs = [pair for pair in alignment.shared if pair[0].concept not in movable]
     for place, (one, other) in enumerate(pairs):
         if one.role != other.role and _is_turned(one.role, other.role):

@@ -60,7 +60,6 @@ class HotTier(Generic[T]):
         self._held: dict[str, _Held[T]] = {}
         self._aliases: dict[str, str] = {}
         self._expiry = ExpiryQueue()
-        self._epoch = 0
 
     def __len__(self) -> int:
         return len(self._held) + len(self._aliases)
@@ -125,12 +124,6 @@ class HotTier(Generic[T]):
         """Forgets everything."""
         for key in [*self._held, *self._aliases]:
             self._remove(key)
-
-    def enter_epoch(self, epoch: int) -> None:
-        """Forgets everything when the epoch is another one than before."""
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self.clear()
 
     def _expire(self) -> float:
         now = self._clock()

@@ -119,14 +119,30 @@ def _of_models(models: Sequence[Stats]) -> Iterable[Metric]:
         ),
     ):
         yield _gauges(name, help, ["replica"], _each(models, "replica", key))
+    yield _gauges(
+        "replica_kv_blocks",
+        "Blocks of a replica's KV memory: used by requests, free with content, free and empty.",
+        ["replica", "state"],
+        _kv_rows(models),
+    )
     for name, help, key in (
         ("replica_prompt_tokens", "Prompt tokens computed by a replica.", "prompt_tokens_total"),
         ("replica_generated_tokens", "Tokens sampled by a replica.", "generated_tokens_total"),
         ("replica_steps", "Steps of a replica's engine.", "steps_total"),
         (
             "replica_preemptions",
-            "Running requests of a replica that waited again for a higher priority.",
+            "Running requests of a replica that waited again, for a higher priority or memory.",
             "preemptions_total",
+        ),
+        (
+            "replica_draft_tokens",
+            "Tokens that a replica guessed and checked in the same step.",
+            "draft_tokens_total",
+        ),
+        (
+            "replica_accepted_tokens",
+            "Guessed tokens that were right; each saved a step of its answer.",
+            "accepted_tokens_total",
         ),
     ):
         yield _counters(name, help, ["replica"], _each(models, "replica", key))
@@ -289,6 +305,15 @@ def _rows(counts: Mapping[str, Any]) -> Rows:
 
 def _each(replicas: Iterable[Stats], label: str, key: str) -> Rows:
     return [((str(replica.get(label, "")),), replica.get(key, 0)) for replica in replicas]
+
+
+def _kv_rows(models: Iterable[Stats]) -> Rows:
+    for model in models:
+        replica = str(model.get("replica", ""))
+        used, cached = model.get("kv_blocks_used", 0), model.get("kv_blocks_cached", 0)
+        yield (replica, "used"), used
+        yield (replica, "cached"), cached
+        yield (replica, "empty"), max(0, model.get("kv_blocks_total", 0) - used - cached)
 
 
 def _by_ingress(ingresses: Iterable[Stats], rows_of: Callable[[Stats], Rows]) -> Rows:

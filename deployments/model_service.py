@@ -1,6 +1,6 @@
 """The model as a service: requests in, their streams out on the buses of the ingresses.
 
-Plain asyncio around `AsyncEngine`, so that a test builds it without Serve;
+Plain asyncio around an `EngineFront`, so that a test builds it without Serve;
 `model.py` is its Serve shell.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 
 from deployments import wire
 from deployments.bus import BusHub, BusStream
-from deployments.engine.async_engine import AsyncEngine
+from deployments.engine.front import EngineFront
 from deployments.engine.sequence import Sequence
 from deployments.tool_prompt import tell_tools
 from protocol.errors import InvalidRequest, ServingError
@@ -49,7 +49,7 @@ class ModelService:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: EngineFront,
         info: wire.ModelInfo,
         *,
         replica: str,
@@ -82,7 +82,7 @@ class ModelService:
         return wire.encode(wire.SubmitReply(replica=self._replica, accepted=accepted))
 
     async def warm(self, payload: bytes) -> None:
-        """Packed `InferenceRequest` that is still being written; see `AsyncEngine.warm`."""
+        """Packed `InferenceRequest` that is still being written; see `EngineFront.warm`."""
         request = tell_tools(wire.decode_request(payload), self._template)
         name = f"{request.request_id}.{next(self._numbers)}"
         await self._engine.warm(msgspec.structs.replace(request, request_id=name))

@@ -1,10 +1,10 @@
 """One connection as a state machine without IO: messages in, events out.
 
 The connection goes CONNECTING → OPEN → DRAINING → CLOSED, each of its requests
-RECEIVING (chunked input only) → QUEUED → STREAMING → DONE. `TRANSITIONS` says what every frame does in every
-state; a pair that is not there is impossible. A client that sends an impossible
-frame gets an `ERROR` with code `bad_state`; when we would send one ourselves,
-that is a programming error and raises `ValueError`.
+RECEIVING (chunked input only) → QUEUED → STREAMING → DONE. `states.TRANSITIONS` says
+what every frame does in every state; a pair that is not there is impossible. A client
+that sends an impossible frame gets an `ERROR` with code `bad_state`; when we would send
+one ourselves, that is a programming error and raises `ValueError`.
 
 Knows nothing of sockets, tasks or models. The clock is an argument.
 """
@@ -14,8 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import NamedTuple
 
 from protocol.codec import decode, encode
 from protocol.credit import Credit
@@ -29,13 +27,24 @@ from protocol.errors import (
     ServingError,
     UnknownId,
 )
+from protocol.events import (
+    CancelRequest,
+    Close,
+    EndRequest,
+    Event,
+    GrantCredit,
+    InputArrived,
+    ReceiveRequest,
+    ResumeRequest,
+    Send,
+    StartRequest,
+)
 from protocol.frames import (
     MAX_ID_CHARS,
     MAX_WINDOW,
     Ack,
     Anchor,
     AnchorKind,
-    Cancel,
     ClientFrame,
     Drain,
     ErrorFrame,
@@ -54,6 +63,7 @@ from protocol.frames import (
     type_of,
 )
 from protocol.input_buffer import InputBuffer, InputExceeded
+from protocol.states import TRANSITIONS, Action, ConnectionState, RequestState, State
 from protocol.strict_json import show
 from protocol.token_log import CacheOutcome, Terminal, TokenDelta
 
@@ -62,121 +72,6 @@ HIGH_WINDOW = 64
 MAX_INPUTS = 4
 """How many of the longest inputs one connection may have here at a time."""
 _NO_TEXT = hashlib.sha256().hexdigest()
-
-
-class CloseCode(NamedTuple):
-    """What a close code means, and whether the client should connect again."""
-
-    meaning: str
-    should_reconnect: bool
-
-
-CLOSE_CODES = {
-    1000: CloseCode("normal closure", False),
-    1001: CloseCode("this server is going away", True),
-    1007: CloseCode("a text message was not UTF-8", False),
-    1009: CloseCode("a message was over max_message_bytes", False),
-    1011: CloseCode("the server failed", True),
-    1012: CloseCode("this server restarts", True),
-    4406: CloseCode("none of the subprotocols offered is spoken here", False),
-    4408: CloseCode("nothing was heard for two heartbeats", True),
-    4410: CloseCode("the client did not take what was sent to it", True),
-}
-
-
-class ConnectionState(StrEnum):
-    CONNECTING = "connecting"
-    """HELLO was not sent yet."""
-    OPEN = "open"
-    DRAINING = "draining"
-    """Live requests go on, new ones are refused."""
-    CLOSED = "closed"
-    """Nothing is read any more."""
-
-
-class RequestState(StrEnum):
-    ABSENT = "absent"
-    """No request of that id is known."""
-    RECEIVING = "receiving"
-    """INFER_REQ with chunked input came, its last INPUT_CHUNK not yet."""
-    QUEUED = "queued"
-    """All of the request came, or RESUME; INFER_ACK was not sent yet."""
-    STREAMING = "streaming"
-    """INFER_ACK was sent, INFER_DONE not yet."""
-    DONE = "done"
-    """Ended, and still remembered."""
-
-
-class Action(StrEnum):
-    BY_REQUEST = "look at the request's state"
-    START = "start the request"
-    TAKE_INPUT = "take the piece"
-    COUNT_CREDIT = "count the credit"
-    STOP = "cancel the request"
-    ANSWER_PING = "send PONG"
-    IGNORE = "nothing"
-    SEND = "send it"
-    REFUSE_DUPLICATE = "ERROR duplicate_id"
-    REFUSE_UNKNOWN = "ERROR unknown_id"
-    REFUSE_DRAINING = "ERROR overloaded"
-
-
-State = ConnectionState | RequestState
-_C, _R, _A = ConnectionState, RequestState, Action
-
-TRANSITIONS: dict[tuple[State, type[Frame]], tuple[Action, State]] = {
-    (_C.CONNECTING, Hello): (_A.SEND, _C.OPEN),
-    (_C.OPEN, InferReq): (_A.BY_REQUEST, _C.OPEN),
-    (_C.OPEN, Resume): (_A.BY_REQUEST, _C.OPEN),
-    (_C.OPEN, InputChunk): (_A.BY_REQUEST, _C.OPEN),
-    (_C.OPEN, Ack): (_A.BY_REQUEST, _C.OPEN),
-    (_C.OPEN, Cancel): (_A.BY_REQUEST, _C.OPEN),
-    (_C.OPEN, Ping): (_A.ANSWER_PING, _C.OPEN),
-    (_C.OPEN, Pong): (_A.IGNORE, _C.OPEN),
-    (_C.OPEN, Drain): (_A.SEND, _C.DRAINING),
-    (_C.DRAINING, InferReq): (_A.REFUSE_DRAINING, _C.DRAINING),
-    (_C.DRAINING, Resume): (_A.REFUSE_DRAINING, _C.DRAINING),
-    (_C.DRAINING, InputChunk): (_A.BY_REQUEST, _C.DRAINING),
-    (_C.DRAINING, Ack): (_A.BY_REQUEST, _C.DRAINING),
-    (_C.DRAINING, Cancel): (_A.BY_REQUEST, _C.DRAINING),
-    (_C.DRAINING, Ping): (_A.ANSWER_PING, _C.DRAINING),
-    (_C.DRAINING, Pong): (_A.IGNORE, _C.DRAINING),
-    (_R.ABSENT, InferReq): (_A.START, _R.QUEUED),
-    (_R.ABSENT, Resume): (_A.START, _R.QUEUED),
-    (_R.ABSENT, InputChunk): (_A.REFUSE_UNKNOWN, _R.ABSENT),
-    (_R.ABSENT, Ack): (_A.REFUSE_UNKNOWN, _R.ABSENT),
-    (_R.ABSENT, Cancel): (_A.REFUSE_UNKNOWN, _R.ABSENT),
-    (_R.RECEIVING, InferReq): (_A.REFUSE_DUPLICATE, _R.RECEIVING),
-    (_R.RECEIVING, Resume): (_A.REFUSE_DUPLICATE, _R.RECEIVING),
-    (_R.RECEIVING, InputChunk): (_A.TAKE_INPUT, _R.RECEIVING),
-    (_R.RECEIVING, Ack): (_A.COUNT_CREDIT, _R.RECEIVING),
-    (_R.RECEIVING, Cancel): (_A.STOP, _R.RECEIVING),
-    (_R.RECEIVING, Anchor): (_A.SEND, _R.RECEIVING),
-    (_R.RECEIVING, InputState): (_A.SEND, _R.RECEIVING),
-    (_R.RECEIVING, InferDone): (_A.SEND, _R.DONE),
-    (_R.RECEIVING, ErrorFrame): (_A.SEND, _R.DONE),
-    (_R.QUEUED, InferReq): (_A.REFUSE_DUPLICATE, _R.QUEUED),
-    (_R.QUEUED, Resume): (_A.REFUSE_DUPLICATE, _R.QUEUED),
-    (_R.QUEUED, Ack): (_A.COUNT_CREDIT, _R.QUEUED),
-    (_R.QUEUED, Cancel): (_A.STOP, _R.QUEUED),
-    (_R.QUEUED, InferAck): (_A.SEND, _R.STREAMING),
-    (_R.QUEUED, InferDone): (_A.SEND, _R.DONE),
-    (_R.QUEUED, ErrorFrame): (_A.SEND, _R.DONE),
-    (_R.STREAMING, InferReq): (_A.REFUSE_DUPLICATE, _R.STREAMING),
-    (_R.STREAMING, Resume): (_A.REFUSE_DUPLICATE, _R.STREAMING),
-    (_R.STREAMING, Ack): (_A.COUNT_CREDIT, _R.STREAMING),
-    (_R.STREAMING, Cancel): (_A.STOP, _R.STREAMING),
-    (_R.STREAMING, InferChunk): (_A.SEND, _R.STREAMING),
-    (_R.STREAMING, Anchor): (_A.SEND, _R.STREAMING),
-    (_R.STREAMING, InputState): (_A.SEND, _R.STREAMING),
-    (_R.STREAMING, InferDone): (_A.SEND, _R.DONE),
-    (_R.DONE, InferReq): (_A.START, _R.QUEUED),
-    (_R.DONE, Resume): (_A.START, _R.QUEUED),
-    (_R.DONE, Ack): (_A.IGNORE, _R.DONE),
-    (_R.DONE, Cancel): (_A.IGNORE, _R.DONE),
-}
-"""Two outcomes hang on a field too: with `input: chunked` START leads to RECEIVING, and with
-`is_last` TAKE_INPUT leads to QUEUED."""
 
 
 @dataclass(frozen=True)
@@ -207,95 +102,6 @@ class SessionLimits:
             "input_buffer_bytes": self.input_buffer_bytes,
             "max_input_bytes": self.max_input_bytes,
         }
-
-
-@dataclass(frozen=True)
-class StartRequest:
-    """A request is to be started; answer it with `accept` or `refuse`, and end it with `done`."""
-
-    id: str
-    req: InferReq
-    binary: bool
-
-
-@dataclass(frozen=True)
-class ReceiveRequest:
-    """The pieces of a request are to come, then a `StartRequest`; `refuse` or `done` may end it before."""
-
-    id: str
-    req: InferReq
-    binary: bool
-
-
-@dataclass(frozen=True)
-class InputArrived:
-    """A piece of that request came: `input_so_far` has it, and `take_input` is to tell when it is taken."""
-
-    id: str
-
-
-@dataclass(frozen=True)
-class ResumeRequest:
-    """A stream is to go on under this id; to be answered and ended as after `StartRequest`."""
-
-    id: str
-    req: Resume
-    binary: bool
-
-
-@dataclass(frozen=True)
-class GrantCredit:
-    """More of that stream may be sent than before."""
-
-    id: str
-
-
-@dataclass(frozen=True)
-class EndRequest:
-    """A request that was still to come has ended with an ERROR, which was sent: nothing is to come."""
-
-    id: str
-    error: ServingError
-
-
-@dataclass(frozen=True)
-class CancelRequest:
-    """A live request is to be stopped. Comes at most once a request; end it with `done` as ever."""
-
-    id: str
-
-
-@dataclass(frozen=True)
-class Send:
-    """A message is to be sent now.
-
-    Attributes:
-        refused: code of the error, when it refuses a request that never was live.
-    """
-
-    data: str | bytes
-    refused: str | None = None
-
-
-@dataclass(frozen=True)
-class Close:
-    """The connection is to be closed, after what was sent before. Nothing comes after it."""
-
-    code: int
-    reason: str
-
-
-Event = (
-    StartRequest
-    | ReceiveRequest
-    | InputArrived
-    | ResumeRequest
-    | GrantCredit
-    | EndRequest
-    | CancelRequest
-    | Send
-    | Close
-)
 
 
 @dataclass

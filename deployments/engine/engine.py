@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from deployments.engine.admission import Admission
 from deployments.engine.config import EngineConfig
@@ -22,6 +23,7 @@ from deployments.engine.runner import Runner
 from deployments.engine.sampler import SampledToken, Sampler
 from deployments.engine.scheduler import ScheduledRow, Scheduler, StepPlan
 from deployments.engine.sequence import Sequence, SequenceState
+from deployments.engine.speculation import Speculation
 from deployments.engine.tokenizer import ChatTokenizer
 from deployments.engine.warming import Warming
 from protocol.errors import DeadlineExceeded, DuplicateId, InternalError, ServingError
@@ -48,12 +50,17 @@ class EngineStats:
     never accepted.
 
     `tokens` are still to be computed at the most, prompts and answers of all accepted requests;
-    `waiting_tokens` are the prompts of those that no step has begun with. `prefix_query_tokens_total` counts the
-    prompt tokens of all requests that were begun, `prefix_hit_tokens_total` those among them
-    that an earlier prompt had left computed; `prompt_tokens_total` counts the others.
-    `warm_up_tokens_total` counts what was computed ahead of requests, `preemptions_total` how
-    often a running one had to wait again for a higher priority. `stalled_s` is the time
-    since the engine last moved while it had work. Warm-ups are in no other figure.
+    `waiting_tokens` are the prompts of those that no step has begun with.
+    `prefix_query_tokens_total` counts the prompt tokens of all requests that were begun,
+    `prefix_hit_tokens_total` those among them that an earlier sequence had left computed;
+    `prompt_tokens_total` counts the others. `warm_up_tokens_total` counts what was computed ahead
+    of requests, `preemptions_total` how often a running one had to wait again, for a higher
+    priority or for memory. `draft_tokens_total` counts the tokens guessed and computed,
+    `accepted_tokens_total` those among them that were right, each of which saved its sequence a
+    step. Of the `kv_blocks_total` blocks of KV memory `kv_blocks_used` belong to sequences,
+    warm-ups included, and `kv_blocks_cached` are free but hold what later ones may begin with.
+    `stalled_s` is the time since the engine last moved while it had work. Warm-ups are in no other
+    figure.
     """
 
     running: int = 0
@@ -67,6 +74,11 @@ class EngineStats:
     prefix_hit_tokens_total: int = 0
     warm_up_tokens_total: int = 0
     preemptions_total: int = 0
+    draft_tokens_total: int = 0
+    accepted_tokens_total: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
     finished_total: dict[str, int] = field(default_factory=dict)
     refused_total: int = 0
     last_step_duration_s: float = 0.0
@@ -101,6 +113,7 @@ class Engine:
         self._sampler = sampler or Sampler()
         self.admission = Admission(self.config, clock)
         self._pace = PrefillPace(self.config.prefill_slowdown, runner.prefix_block_tokens)
+        self._speculation = Speculation(self.config)
         self._scheduler = self._new_scheduler()
         self._warming = Warming(self.config, runner)
         self._answers: dict[str, tuple[Sequence, AnswerText]] = {}
@@ -110,6 +123,7 @@ class Engine:
         self._steps = self._generated_tokens = self._prompt_tokens = 0
         self._prefix_query_tokens = self._prefix_hit_tokens = self._tokens_left = 0
         self._warm_up_tokens = self._preemptions = 0
+        self._draft_tokens = self._accepted_tokens = 0
         self._last_step_duration_s = 0.0
         self._last_step_s: float | None = None
 
@@ -189,7 +203,11 @@ class Engine:
         return emissions + self._end_warm_ups()
 
     def stats(self) -> EngineStats:
+        pool = self._runner.pool
         return EngineStats(
+            kv_blocks_total=pool.num_blocks,
+            kv_blocks_used=pool.num_used,
+            kv_blocks_cached=pool.num_kept,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             tokens=self._tokens_left,
@@ -201,6 +219,8 @@ class Engine:
             prefix_hit_tokens_total=self._prefix_hit_tokens,
             warm_up_tokens_total=self._warm_up_tokens,
             preemptions_total=self._preemptions,
+            draft_tokens_total=self._draft_tokens,
+            accepted_tokens_total=self._accepted_tokens,
             finished_total=dict(self._finished),
             last_step_duration_s=self._last_step_duration_s,
             last_step_monotonic_s=self._last_step_s,
@@ -215,13 +235,7 @@ class Engine:
             if seq.is_abandoned:
                 emissions.append(self._end(seq, "cancelled"))
             elif seq.deadline_s is not None and now_s >= seq.deadline_s:
-                allowed_s = seq.deadline_s - seq.arrival_s
-                error = DeadlineExceeded(
-                    f"request took {now_s - seq.arrival_s:.1f} s, its timeout_s is {allowed_s:g}",
-                    param="timeout_s",
-                    limit=allowed_s,
-                )
-                emissions.append(self._fail(seq, error))
+                emissions.append(self._fail(seq, deadline_exceeded(seq, now_s)))
         return emissions
 
     def _end_complete(self) -> list[Emission]:
@@ -242,22 +256,34 @@ class Engine:
             self.config,
             self._place,
             self._displace,
+            reserve=self._reserve,
             pace=self._pace,
             block_tokens=self._runner.prefix_block_tokens,
+            speculation=self._speculation,
         )
 
-    def _place(self, seq: Sequence) -> int:
+    def _place(self, seq: Sequence) -> int | None:
         self._warming.make_way(seq, len(self._scheduler.running))
-        num_cached_tokens = self._runner.place(seq)
-        self._tokens_left -= num_cached_tokens
-        return num_cached_tokens
+        num_computed = self._runner.place(seq)
+        if not self._reserve(seq, seq.num_tokens):
+            self._runner.release(seq, is_sound=True)
+            return None
+        self._tokens_left -= min(num_computed, len(seq.prompt_token_ids))
+        return num_computed
+
+    def _reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        """Memory for a request; warm-ups make way for it."""
+        while not self._runner.reserve(seq, num_tokens):
+            if not self._warming.give_way():
+                return False
+        return True
 
     def _displace(self, seq: Sequence) -> None:
-        """Takes the slot of a sequence that another one preempts."""
+        """Takes the memory of a sequence that another one preempts."""
         self._preemptions += 1
         self._tokens_left += min(seq.num_computed_tokens, len(seq.prompt_token_ids))
         self._runner.release(seq, is_sound=seq.first_token_s is not None)
-        logger.debug("request %s waits again, for one of a higher priority", seq.request_id)
+        logger.debug("request %s waits again, for another one", seq.request_id)
 
     def _run(self, plan: StepPlan) -> list[Emission]:
         """Computes a plan and moves all its sequences on."""
@@ -265,10 +291,10 @@ class Engine:
         for row in requests:
             if row.seq.first_scheduled_s is None:
                 self._start(row.seq)
-        sampled_seqs = [row.seq for row in requests if row.is_sampled]
+        sampled_rows = [row for row in requests if row.is_sampled]
         started_s = self.clock()
         try:
-            sampled, is_warm_up_sound = self._compute(plan, sampled_seqs)
+            sampled, is_warm_up_sound = self._compute(plan, sampled_rows)
         except Exception as exc:
             if plan.warm_up is not None:
                 logger.exception("a step with a warm-up failed, it is computed without")
@@ -284,21 +310,30 @@ class Engine:
         if plan.warm_up is not None:
             self._warm_up_tokens += plan.warm_up.end - plan.warm_up.start
             self._warming.advance(plan.warm_up, is_sound=is_warm_up_sound)
-        emissions = map(self._emit, sampled_seqs, sampled)
+        emissions = map(self._emit, sampled_rows, sampled)
         return [emission for emission in emissions if emission is not None]
 
     def _compute(
-        self, plan: StepPlan, seqs: list[Sequence]
-    ) -> tuple[list[SampledToken | None], bool]:
-        """Runs a plan; returns a token for each of `seqs`, and whether the warm-up is sound."""
+        self, plan: StepPlan, rows: list[ScheduledRow]
+    ) -> tuple[list[list[SampledToken | None]], bool]:
+        """Runs a plan.
+
+        Returns:
+            For each of `rows` a token behind its last one and behind each of its drafts, as if
+            these were right; and whether the warm-up is sound.
+        """
         logits = self._runner.run(plan)
-        num_rows = len(plan.sampled_rows)
-        assert logits.shape[0] == num_rows, "one row of logits for each sampled row"
+        assert logits.shape[0] == len(plan.sampled_at), "logits behind each token at `sampled_at`"
         # Its last token has attended to all that was computed of it, so none of that is NaN.
         is_warm_up_sound = plan.warm_up is None or not bool(logits[-1].isnan().any())
         # A model may have more logits than its tokenizer has tokens.
+        seqs = [row.seq for row in rows for _ in range(row.num_logits)]
+        positions = [
+            len(row.seq.output_token_ids) + i for row in rows for i in range(row.num_logits)
+        ]
         logits = logits[: len(seqs), : self.tokenizer.vocab_size]
-        return self._sampler.sample(logits, seqs) if seqs else [], is_warm_up_sound
+        sampled = iter(self._sampler.sample(logits, seqs, positions) if seqs else ())
+        return [list(islice(sampled, row.num_logits)) for row in rows], is_warm_up_sound
 
     def _start(self, seq: Sequence) -> None:
         seq.first_scheduled_s = self.clock()
@@ -311,21 +346,46 @@ class Engine:
         num_computed = min(row.end, num_prompt) - min(row.start, num_prompt)
         self._prompt_tokens += num_computed
         self._tokens_left -= num_computed
-        row.seq.num_computed_tokens = row.end
+        row.seq.num_computed_tokens = row.end - len(row.drafts)
 
-    def _emit(self, seq: Sequence, token: SampledToken | None) -> Emission | None:
-        """Takes a row's new token; None while its text is held back."""
-        if token is None:
-            reason = ValueError("logits leave no token: NaN, infinite, or all masked")
-            return self._fail(seq, internal_error(f"request {seq.request_id} failed", reason))
+    def _emit(self, row: ScheduledRow, sampled: list[SampledToken | None]) -> Emission | None:
+        """Takes what was sampled for a row; None while its text is held back."""
+        deltas: list[TokenDelta] = []
         try:
-            delta, finish_reason = self._append(seq, token)
+            finish_reason = self._take(row, sampled, deltas)
         except Exception as exc:
-            return self._fail(seq, internal_error(f"request {seq.request_id} failed", exc))
-        deltas = [] if delta is None else [delta]
+            error = internal_error(f"request {row.seq.request_id} failed", exc)
+            return self._fail(row.seq, error, deltas)
         if finish_reason is not None:
-            return self._end(seq, finish_reason, deltas)
-        return Emission(seq, deltas) if deltas else None
+            return self._end(row.seq, finish_reason, deltas)
+        return Emission(row.seq, deltas) if deltas else None
+
+    def _take(
+        self, row: ScheduledRow, sampled: list[SampledToken | None], deltas: list[TokenDelta]
+    ) -> FinishReason | None:
+        """Appends a row's next token, and the ones behind its drafts for as long as these are right:
+        a draft is where the token sampled in its place is the same. Fills `deltas`.
+
+        Raises:
+            ValueError: the logits leave no token.
+        """
+        finish_reason = None
+        num_accepted = 0
+        for at, token in enumerate(sampled):
+            if token is None:
+                raise ValueError("logits leave no token: NaN, infinite, or all masked")
+            delta, finish_reason = self._append(row.seq, token)
+            if delta is not None:
+                deltas.append(delta)
+            if finish_reason is not None or row.drafts[at : at + 1] != (token.token_id,):
+                break
+            num_accepted += 1
+            row.seq.num_computed_tokens += 1
+        if row.drafts:
+            self._draft_tokens += len(row.drafts)
+            self._accepted_tokens += num_accepted
+            self._speculation.observe(row.seq, len(row.drafts), num_accepted)
+        return finish_reason
 
     def _append(
         self, seq: Sequence, token: SampledToken
@@ -352,8 +412,10 @@ class Engine:
             emissions.append(Emission(seq, [], terminal))
         return emissions
 
-    def _fail(self, seq: Sequence, error: ServingError) -> Emission:
-        return self._end(seq, "error", error=error)
+    def _fail(
+        self, seq: Sequence, error: ServingError, deltas: list[TokenDelta] | None = None
+    ) -> Emission:
+        return self._end(seq, "error", deltas, error)
 
     def _end(
         self,
@@ -362,7 +424,7 @@ class Engine:
         deltas: list[TokenDelta] | None = None,
         error: ServingError | None = None,
     ) -> Emission:
-        """Takes a sequence out for good; its slot is free when this returns."""
+        """Takes a sequence out for good; its memory is free when this returns."""
         del self._answers[seq.request_id]
         # Counted before the gauges fall: who sees them at 0 sees every outcome.
         self._finished[reason if error is None else error.code] += 1
@@ -392,6 +454,17 @@ class Engine:
             terminal.timing.total_ms / 1000,
         )
         return Emission(seq, deltas or [], terminal)
+
+
+def deadline_exceeded(seq: Sequence, now_s: float) -> DeadlineExceeded:
+    """The end of a sequence whose `deadline_s` has passed."""
+    assert seq.deadline_s is not None
+    allowed_s = round(seq.deadline_s - seq.arrival_s, 6)
+    return DeadlineExceeded(
+        f"request took {now_s - seq.arrival_s:.1f} s, its timeout_s is {allowed_s:g}",
+        param="timeout_s",
+        limit=allowed_s,
+    )
 
 
 def internal_error(what: str, cause: BaseException) -> InternalError:

@@ -1,7 +1,8 @@
-"""Keys and values of the sequences: one contiguous slot for each.
+"""Keys and values of all layers, in blocks of tokens (blocks.py), and how many blocks there are.
 
-Every layer has a K and a V of shape (max_num_seqs * max_model_len, kv heads, head size);
-token `p` of the sequence in slot `s` lives in row `s * max_model_len + p`, its location.
+Every layer has a K and a V of shape (num_blocks * block_tokens, kv heads, head size); token `p`
+of a sequence lives in row `blocks[p // block_tokens] * block_tokens + p % block_tokens`, its
+location.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deployments.engine.sequence import Sequence
-from deployments.engine.slots import Slots
+from deployments.engine.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -33,117 +33,89 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class KVLimits:
-    max_num_seqs: int
+class PoolSize:
+    num_blocks: int
     max_model_len: int
 
 
-def fit_limits(wanted: KVLimits, bytes_per_token: int, budget_bytes: int) -> KVLimits:
-    """The most slots of the wanted length that the budget holds when all are full.
+def fit_pool(
+    config: EngineConfig,
+    max_model_len: int,
+    *,
+    block_tokens: int,
+    bytes_per_token: int,
+    budget_bytes: int,
+) -> PoolSize:
+    """As many blocks as the longest sequences in all places need, or the budget holds.
 
-    Where not even one fits, the length is lowered instead.
+    Where not even one sequence fits, its length is lowered.
 
     Raises:
-        ValueError: the budget does not hold two tokens.
+        ValueError: the budget does not hold a block, or the blocks hold no two tokens.
     """
-    max_model_len = min(wanted.max_model_len, budget_bytes // bytes_per_token)
-    if max_model_len < 2:
+    wanted = config.max_num_seqs * -(-max_model_len // block_tokens)
+    held = budget_bytes // (bytes_per_token * block_tokens)
+    if held < 1:
         raise ValueError(
-            f"KV memory of {budget_bytes} bytes holds {max_model_len} tokens "
-            f"of {bytes_per_token} bytes, the least is 2"
+            f"KV memory of {budget_bytes} bytes holds no block of {block_tokens} tokens "
+            f"of {bytes_per_token} bytes"
         )
-    slots = budget_bytes // (bytes_per_token * max_model_len)
-    fitted = KVLimits(min(wanted.max_num_seqs, slots), max_model_len)
-    if fitted != wanted:
+    num_blocks = config.num_kv_blocks or min(held, wanted)
+    size = PoolSize(num_blocks, min(max_model_len, num_blocks * block_tokens))
+    if size.max_model_len < 2:
+        raise ValueError(f"KV memory holds {size.max_model_len} tokens, the least is 2")
+    if num_blocks < wanted:
         logger.warning(
-            "KV memory of %.2f GiB: max_num_seqs %d instead of %d, max_model_len %d instead of %d",
-            budget_bytes / 2**30,
-            fitted.max_num_seqs,
-            wanted.max_num_seqs,
-            fitted.max_model_len,
-            wanted.max_model_len,
+            "KV memory for %d tokens, %d sequences of %d tokens would need %d; max_model_len is %d",
+            num_blocks * block_tokens,
+            config.max_num_seqs,
+            max_model_len,
+            wanted * block_tokens,
+            size.max_model_len,
         )
-    return fitted
+    return size
 
 
 class KVCache:
-    """Slots, and the tensors behind them. A slot belongs to a sequence until it is freed.
-
-    A prompt that was computed soundly stays in its slot after that, for the next prompt that
-    begins alike, until the slot is needed.
-    """
+    """The tensors behind the blocks."""
 
     def __init__(
         self,
         layers: list[LayerShape],
-        limits: KVLimits,
+        num_blocks: int,
+        block_tokens: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        block_tokens: int,
     ) -> None:
-        self.max_num_seqs = limits.max_num_seqs
-        self.max_model_len = limits.max_model_len
-        rows = limits.max_num_seqs * limits.max_model_len
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        rows = num_blocks * block_tokens
         self.keys = [
-            _zeros((rows, layer.num_kv_heads, layer.key_size), dtype, device) for layer in layers
+            zeros((rows, layer.num_kv_heads, layer.key_size), dtype, device) for layer in layers
         ]
         self.values = [
-            _zeros((rows, layer.num_kv_heads, layer.value_size), dtype, device) for layer in layers
+            zeros((rows, layer.num_kv_heads, layer.value_size), dtype, device) for layer in layers
         ]
-        self._slots = Slots(limits.max_num_seqs, block_tokens)
 
-    def place(self, seq: Sequence) -> int:
-        """Gives a sequence its slot; returns how many of its first tokens are computed there."""
-        placement = self._slots.place(seq)
-        if placement.source != placement.slot and placement.num_tokens:
-            held = self._rows(placement.source, placement.num_tokens)
-            into = self._rows(placement.slot, placement.num_tokens)
-            for tensor in (*self.keys, *self.values):
-                tensor[into] = tensor[held]
-        return placement.num_tokens
+    def scrub(self, blocks: list[int]) -> None:
+        """Zeroes blocks.
 
-    def holds(self, seq: Sequence) -> bool:
-        """Whether all whole blocks of a prompt are computed in some slot."""
-        return self._slots.holds(seq)
-
-    def slot(self, seq: Sequence) -> int:
-        """The slot of a sequence that was placed."""
-        slot = self._slots.find(seq)
-        assert slot is not None, "place() comes first"
-        return slot
-
-    def free(self, seq: Sequence, *, keep: bool) -> None:
-        """Gives the slot back; harmless when the sequence has none.
-
-        Args:
-            keep: its prompt's keys and values may be used again.
+        Needed where attention reads a row's last block beyond its length under a mask: a NaN
+        there would pass through the mask into the next owner's answer.
         """
-        self._slots.free(seq, keep=keep)
-
-    def scrub(self, seq: Sequence) -> None:
-        """Zeroes what the sequence wrote.
-
-        Needed where attention reads a row's slot beyond its length under a mask: a NaN there
-        would pass through the mask into the next owner's answer.
-        """
-        slot = self._slots.find(seq)
-        if slot is None:
+        if not blocks:
             return
-        written = self._rows(slot, seq.num_tokens)
         for tensor in (*self.keys, *self.values):
-            tensor[written] = 0
-
-    def _rows(self, slot: int, num_tokens: int) -> slice:
-        return slice(slot * self.max_model_len, slot * self.max_model_len + num_tokens)
+            tensor.view(self.num_blocks, self.block_tokens, *tensor.shape[1:])[blocks] = 0
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # Pages that the kernel zeroes cost nothing until they are written; torch would write all of
-    # them now. Huge pages, which numpy asks for, would make one token of a slot cost 2 MiB in
-    # every layer.
+    # them now. Huge pages, which numpy asks for, would make one token of a block cost 2 MiB
+    # in every layer.
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)

@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from deployments.engine.attention import Piece, StepAttention, StepLayout
+from deployments.engine.attention import Piece, Row, StepAttention, StepLayout
+from deployments.engine.blocks import BlockPool
 from deployments.engine.config import EngineConfig
-from deployments.engine.kv_cache import KVCache, KVLimits, fit_limits
+from deployments.engine.kv_cache import KVCache, fit_pool
 from deployments.engine.scheduler import ScheduledRow, StepPlan
 from deployments.engine.sequence import Sequence
 from protocol.request import SamplingParams
@@ -35,6 +36,9 @@ LEAST_ROWS = {torch.bfloat16: 2, torch.float32: 4}
 """Rows from which on the CPU's matrix products round each row alike, whatever is packed with it.
 Measured with SmolLM2's shapes on an EPYC with AVX512-BF16: from 2 on in bfloat16, from 4 on in
 float32, where 4 rows also take less time than 2 or 3 (60 ms against 72 and 92)."""
+
+EXTENT = 16
+"""Blocks that a sequence finds to grow into: attention reads adjacent ones without gathering them."""
 
 CPU_BLOCK_TOKENS = 32
 """Queries that attend together on a CPU. Always the same ones, so that a block's result depends
@@ -60,6 +64,11 @@ class Runner(Protocol):
         """Prompts share what was computed in multiples of this."""
         ...
 
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of its KV memory; only to be looked at."""
+        ...
+
     def warm_up(self) -> None:
         """Makes the first real step as fast as any other. Called once, before `run`.
 
@@ -72,28 +81,39 @@ class Runner(Protocol):
         """Computes the plan's tokens.
 
         Returns:
-            (R, V) float32 logits, one row for each of `plan.sampled_rows`, in that order.
+            (R, V) float32 logits, one row behind each of the tokens at `plan.sampled_at`, in
+            that order. A draft is computed as if it were its sequence's next token, and computed
+            over when it was not.
         """
         ...
 
     def place(self, seq: Sequence) -> int:
-        """Gives a sequence a place, before it first runs.
+        """Takes a sequence in, before it first runs.
 
         Returns:
-            How many of its first tokens need not be computed, because an earlier prompt of
+            How many of its first tokens need not be computed, because an earlier sequence of
             the same tenant began with them; always fewer than it has.
         """
         ...
 
+    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        """Finds memory for the first `num_tokens` tokens of a sequence that was placed, which
+        comes before they are in a plan; false, and nothing changed, where there is none.
+
+        There is for any one sequence of `max_model_len` tokens where no other is placed.
+        """
+        ...
+
     def holds(self, seq: Sequence) -> bool:
-        """Whether all whole blocks of a prompt are computed already, in whatever place."""
+        """Whether all whole blocks of a prompt are computed already."""
         ...
 
     def release(self, seq: Sequence, *, is_sound: bool = False) -> None:
-        """Forgets a sequence, whether it ran or not; its place is free at once.
+        """Forgets a sequence, whether it ran or not; its memory is free at once, and it may be
+        placed anew.
 
         Args:
-            is_sound: what was computed of its prompt may serve others.
+            is_sound: what was computed of it may serve others.
         """
         ...
 
@@ -129,7 +149,8 @@ class ModelRunner:
         # Item assignment, not `register`, because only an item can be taken out again.
         ALL_ATTENTION_FUNCTIONS[self._attention_name] = self.attention
         self._model.set_attn_implementation(self._attention_name)
-        self.cache = self._build_cache(config)
+        self._max_num_seqs = config.max_num_seqs
+        self._build_cache(config)
         self.attention.cache = self.cache
 
     @classmethod
@@ -158,11 +179,11 @@ class ModelRunner:
 
     @property
     def max_num_seqs(self) -> int:
-        return self.cache.max_num_seqs
+        return self._max_num_seqs
 
     @property
     def max_model_len(self) -> int:
-        return self.cache.max_model_len
+        return self._max_model_len
 
     @property
     def prefix_block_tokens(self) -> int:
@@ -187,18 +208,21 @@ class ModelRunner:
         logits: Tensor = self._model(**kwargs, use_cache=False).logits[0]
         if not self._takes_logits_to_keep:
             logits = logits[sampled_at]
-        return logits[: len(plan.sampled_rows)].float()
+        return logits[: len(plan.sampled_at)].float()
 
     def place(self, seq: Sequence) -> int:
-        return self.cache.place(seq)
+        return self.pool.place(seq)
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        return self.pool.reserve(seq, num_tokens)
 
     def holds(self, seq: Sequence) -> bool:
-        return self.cache.holds(seq)
+        return self.pool.holds(seq)
 
     def release(self, seq: Sequence, *, is_sound: bool = False) -> None:
+        emptied = self.pool.free(seq, keep=is_sound)
         if self.attention.is_decode_batched and not is_sound:
-            self.cache.scrub(seq)
-        self.cache.free(seq, keep=is_sound)
+            self.cache.scrub(emptied)
 
     def close(self) -> None:
         ALL_ATTENTION_FUNCTIONS.pop(self._attention_name, None)
@@ -215,23 +239,36 @@ class ModelRunner:
         token_ids: list[int] = []
         positions: list[int] = []
         locations: list[int] = []
-        sampled_at: list[int] = []
-        pieces: list[Piece] = []
-        num_decodes = 0
+        sampled_at = list(plan.sampled_at)
+        alone: list[tuple[list[int], list[Piece]]] = []
+        batched: list[tuple[list[int], Piece]] = []
         for row in plan.rows:
-            slot = self.cache.slot(row.seq)
-            base = slot * self.cache.max_model_len
-            first = len(token_ids)
-            token_ids += row.seq.token_ids(row.start, row.end)
-            positions += range(row.start, row.end)
-            locations += range(base + row.start, base + row.end)
-            pieces += self._cut(slot, row, first)
+            blocks = self.pool.blocks(row.seq)[: -(-row.end // self._block)]
             # Decodes are packed first; a one-token end of a prompt among the prompts stays there.
-            if row.end - row.start == 1 and num_decodes == len(pieces) - 1:
-                num_decodes += 1
-            if row.is_sampled:
-                sampled_at.append(len(token_ids) - 1)
-        decodes = pieces[:num_decodes]
+            is_batched = (
+                self.attention.is_decode_batched
+                and row.is_decode
+                and len(batched) == len(token_ids)
+            )
+            pieces = self._cut(row, len(token_ids))
+            if is_batched:
+                batched += ((blocks, piece) for piece in pieces)
+            else:
+                alone.append((blocks, pieces))
+            token_ids += row.token_ids
+            positions += range(row.start, row.end)
+            locations += (
+                blocks[at // self._block] * self._block + at % self._block
+                for at in range(row.start, row.end)
+            )
+        num_columns = max((len(blocks) for blocks, _ in batched), default=0)
+        tables = [
+            block
+            for blocks, _ in batched
+            # Any block of its own does behind the last.
+            for block in (*blocks, *blocks[:1] * (num_columns - len(blocks)))
+        ]
+        scattered_blocks = [blocks for blocks, _ in alone if not _is_run(blocks)]
         # Too few rows get company, which is thrown away: see LEAST_ROWS.
         padding = [0] * (self._least_rows - len(token_ids))
         sampled_at += sampled_at[:1] * (self._least_rows - len(sampled_at))
@@ -241,31 +278,43 @@ class ModelRunner:
                 positions + padding,
                 locations,
                 sampled_at,
-                [piece.slot for piece in decodes],
-                [piece.kv_len for piece in decodes],
+                tables,
+                [piece.kv_len for _, piece in batched],
+                *scattered_blocks,
             ]
         )
-        layout = StepLayout(pieces, staged[2], num_decodes, staged[4], staged[5])
+        scattered = iter(staged[6:])
+        layout = StepLayout(
+            [
+                Row(blocks[0] if _is_run(blocks) else next(scattered), pieces)
+                for blocks, pieces in alone
+            ],
+            staged[2],
+            staged[4].view(len(batched), num_columns),
+            staged[5],
+            max((piece.kv_len for _, piece in batched), default=0),
+        )
         return layout, staged[0].unsqueeze(0), staged[1].unsqueeze(0), staged[3]
 
-    def _cut(self, slot: int, row: ScheduledRow, first: int) -> list[Piece]:
+    def _cut(self, row: ScheduledRow, first: int) -> list[Piece]:
         """Cuts a row into the pieces that attend together, the same ones however the scheduler
         cut it into steps.
 
         On a CPU tokens of the answer attend one by one, as they did when they were first
-        computed: an answer that is recomputed on another replica goes on bit for bit.
+        computed: an answer that is recomputed on another replica goes on bit for bit. So do
+        drafts everywhere.
         """
         num_prompt = len(row.seq.prompt_token_ids)
         pieces = []
         start = row.start
         while start < row.end:
-            if start >= num_prompt and not self._is_cuda:
+            if row.drafts or (start >= num_prompt and not self._is_cuda):
                 end = start + 1
             else:
                 ends = (_next_multiple(start, self._block), _next_multiple(start, self._chunk))
                 end = min(*ends, row.end, row.end if self._is_cuda else num_prompt)
             at = first + start - row.start
-            pieces.append(Piece(slot, at, at + end - start, end))
+            pieces.append(Piece(at, at + end - start, end))
             start = end
         return pieces
 
@@ -276,21 +325,34 @@ class ModelRunner:
         ends = accumulate(len(column) for column in columns)
         return [packed[end - len(column) : end] for column, end in zip(columns, ends, strict=True)]
 
-    def _build_cache(self, config: EngineConfig) -> KVCache:
+    def _build_cache(self, config: EngineConfig) -> None:
         self._probe()
         shapes = [self.attention.layer_shapes[i] for i in sorted(self.attention.layer_shapes)]
         # On CPUs float32 attention is as fast as bfloat16 or faster, and exact: measured 1.2 ms
         # against 8.8 ms a layer at 16 rows of 500 tokens (EPYC with avx512_bf16, 1 thread).
         dtype = self._model.dtype if self._is_cuda else torch.float32
-        limits = fit_limits(
-            KVLimits(
-                config.max_num_seqs,
-                min(config.max_model_len, context_length(self._model.config)),
-            ),
-            sum(shape.bytes_per_token(dtype) for shape in shapes),
-            _kv_budget_bytes(config, self._device),
+        bytes_per_token = sum(shape.bytes_per_token(dtype) for shape in shapes)
+        size = fit_pool(
+            config,
+            min(config.max_model_len, context_length(self._model.config)),
+            block_tokens=self._block,
+            bytes_per_token=bytes_per_token,
+            budget_bytes=kv_budget_bytes(config, self._device),
         )
-        return KVCache(shapes, limits, dtype=dtype, device=self._device, block_tokens=self._block)
+        self._max_model_len = size.max_model_len
+        self.pool = BlockPool(
+            size.num_blocks,
+            self._block,
+            extent=EXTENT,
+            # On a CPU tokens of an answer attend alone and round differently.
+            keeps_answers=self._is_cuda,
+            # On CUDA all of the memory is taken at once.
+            max_kept=None
+            if self._is_cuda
+            else kept_bytes(config, self._model.get_memory_footprint())
+            // (bytes_per_token * self._block),
+        )
+        self.cache = KVCache(shapes, size.num_blocks, self._block, dtype=dtype, device=self._device)
 
     @torch.inference_mode()
     def _probe(self) -> None:
@@ -326,12 +388,12 @@ class ModelRunner:
             for name, step in (("probe", 31), ("neighbour", 17))
         )
         half = length // 2
-        self.place(probe)
+        self._begin(probe)
         alone = self.run(StepPlan((ScheduledRow(probe, 0, length),)))
         self.release(probe)
         both = [probe] if self.max_num_seqs == 1 else [neighbour, probe]
         for seq in both:
-            self.place(seq)
+            self._begin(seq)
         for start, end in ((0, half), (half, length)):
             packed = self.run(StepPlan(tuple(ScheduledRow(seq, start, end) for seq in both)))
         for seq in both:
@@ -342,6 +404,16 @@ class ModelRunner:
                 f"{type(self._model).__name__} answers differently when its prompt is cut or "
                 f"packed (by {difference:.2f} standard deviations, the limit is 0.2)"
             )
+
+    def _begin(self, seq: Sequence) -> None:
+        self.place(seq)
+        if not self.reserve(seq, seq.num_tokens):
+            raise ValueError(f"the KV memory does not hold {seq.num_tokens} tokens")
+
+
+def _is_run(blocks: list[int]) -> bool:
+    """Whether blocks are adjacent and in order."""
+    return blocks == list(range(blocks[0], blocks[0] + len(blocks)))
 
 
 def prefix_block(config: EngineConfig, device: torch.device) -> int:
@@ -426,7 +498,7 @@ def available_cores() -> int:
         return cores or 1
 
 
-def _kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:
+def kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:
     if config.kv_cache_gib is not None:
         return int(config.kv_cache_gib * 2**30)
     if device.type == "cuda":
@@ -434,3 +506,10 @@ def _kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:
         return int(free * 0.8)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(8 * 2**30, memory // 2)
+
+
+def kept_bytes(config: EngineConfig, num_weight_bytes: int) -> int:
+    """Memory that earlier prompts and answers may take on a CPU where sequences never needed it."""
+    if config.prefix_cache_gib is not None:
+        return int(config.prefix_cache_gib * 2**30)
+    return max(2**29, num_weight_bytes)

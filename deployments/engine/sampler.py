@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,16 +47,27 @@ class SampledToken:
     logprobs: Logprobs | None = None
 
 
+class _Draw(NamedTuple):
+    """By what a row is drawn: its parameters, and the key of its noise."""
+
+    sampling: SamplingParams
+    key: int
+
+
 class Sampler:
     """Stateless; a class only so that an engine can be given another one."""
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, seqs: list[Sequence]) -> list[SampledToken | None]:
+    def sample(
+        self, logits: Tensor, seqs: list[Sequence], positions: list[int] | None = None
+    ) -> list[SampledToken | None]:
         """Picks one token a row.
 
         Args:
             logits: (R, V) float32, not changed.
-            seqs: the R sequences.
+            seqs: the R sequences; one may have several rows.
+            positions: how many tokens of the answer come before each row's; None is what the
+                sequences have. What a sequence's tokens change in the logits goes by those it has.
 
         Returns:
             None for a row from which nothing can be picked: its logits hold a NaN or an
@@ -79,9 +91,11 @@ class Sampler:
             is_good = is_good & best.isfinite()
         drawn = [i for i, seq in enumerate(seqs) if not seq.sampling.is_greedy]
         if drawn:
+            if positions is None:
+                positions = [len(seq.output_token_ids) for seq in seqs]
             token_ids[drawn] = _draw(
                 work if len(drawn) == len(seqs) else work[drawn],
-                [seqs[i] for i in drawn],
+                [_Draw(seqs[i].sampling, _key(seqs[i].seed, positions[i])) for i in drawn],
             )
         logprobs = _logprobs(logits, token_ids, seqs)
         # The step's one wait for the device.
@@ -136,21 +150,21 @@ def _penalize(row: Tensor, seq: Sequence) -> None:
         row[seen] -= sampling.frequency_penalty * counts + sampling.presence_penalty
 
 
-def _draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:
+def _draw(logits: Tensor, draws: list[_Draw]) -> Tensor:
     """(R,) token ids drawn from (R, V) logits by the Gumbel-max trick over each row's candidates."""
     # Relative to the best, so that no temperature, however small, makes two infinities.
-    temperature = _column(seqs, logits, lambda sampling: max(sampling.temperature, 1e-6))
+    temperature = _column(draws, logits, lambda sampling: max(sampling.temperature, 1e-6))
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
-    token_ids = torch.empty(len(seqs), dtype=torch.long, device=logits.device)
-    plain = [i for i, seq in enumerate(seqs) if not _truncates(seq.sampling)]
+    token_ids = torch.empty(len(draws), dtype=torch.long, device=logits.device)
+    plain = [i for i, draw in enumerate(draws) if not _truncates(draw.sampling)]
     if plain:
         rows = scaled[plain]
-        _keep_min_p(rows, rows.amax(-1, keepdim=True), [seqs[i] for i in plain])
+        _keep_min_p(rows, rows.amax(-1, keepdim=True), [draws[i] for i in plain])
         every_id = torch.arange(logits.shape[1], device=logits.device).expand_as(rows)
-        token_ids[plain] = (rows + _noise(every_id, [seqs[i] for i in plain])).argmax(-1)
-    truncated = [i for i, seq in enumerate(seqs) if _truncates(seq.sampling)]
+        token_ids[plain] = (rows + _noise(every_id, [draws[i] for i in plain])).argmax(-1)
+    truncated = [i for i, draw in enumerate(draws) if _truncates(draw.sampling)]
     if truncated:
-        token_ids[truncated] = _draw_truncated(scaled[truncated], [seqs[i] for i in truncated])
+        token_ids[truncated] = _draw_truncated(scaled[truncated], [draws[i] for i in truncated])
     return token_ids
 
 
@@ -158,14 +172,14 @@ def _truncates(sampling: SamplingParams) -> bool:
     return sampling.top_p < 1.0 or sampling.top_k > 0
 
 
-def _draw_truncated(scaled: Tensor, seqs: list[Sequence]) -> Tensor:
+def _draw_truncated(scaled: Tensor, draws: list[_Draw]) -> Tensor:
     """Draws rows with `top_k` or `top_p`: from as few of the best as are known to suffice."""
     vocab_size = scaled.shape[1]
     log_total = scaled.logsumexp(-1, keepdim=True)
-    token_ids = torch.empty(len(seqs), dtype=torch.long, device=scaled.device)
+    token_ids = torch.empty(len(draws), dtype=torch.long, device=scaled.device)
     # On CUDA a sort is cheaper than waiting to learn whether it was needed.
     narrow = [] if scaled.is_cuda else [width for width in NUM_CANDIDATES if width < vocab_size]
-    rest = list(range(len(seqs)))
+    rest = list(range(len(draws)))
     for width in (*narrow, vocab_size):
         values, ids = scaled[rest].topk(width, dim=-1)
         # (rows,) probability of the candidates together.
@@ -173,12 +187,12 @@ def _draw_truncated(scaled: Tensor, seqs: list[Sequence]) -> Tensor:
         done = [
             j
             for j, i in enumerate(rest)
-            if mass is None or _suffices(width, mass[j], seqs[i].sampling)
+            if mass is None or _suffices(width, mass[j], draws[i].sampling)
         ]
         if done:
             drawn = [rest[j] for j in done]
             token_ids[drawn] = _pick(
-                values[done], ids[done], log_total[drawn], [seqs[i] for i in drawn]
+                values[done], ids[done], log_total[drawn], [draws[i] for i in drawn]
             )
         rest = [i for j, i in enumerate(rest) if j not in done]
         if not rest:
@@ -193,23 +207,23 @@ def _suffices(width: int, mass: float, sampling: SamplingParams) -> bool:
     return mass >= sampling.top_p
 
 
-def _pick(values: Tensor, ids: Tensor, log_total: Tensor, seqs: list[Sequence]) -> Tensor:
+def _pick(values: Tensor, ids: Tensor, log_total: Tensor, draws: list[_Draw]) -> Tensor:
     """Draws from (R, K) candidates, best first, with the parameters of each row.
 
     `top_k` first, then `top_p` over what it kept, as in the Hugging Face and vLLM samplers.
     """
     rank = torch.arange(values.shape[1], device=values.device)
-    is_cut = rank >= _column(seqs, values, _top_k_or_all)
+    is_cut = rank >= _column(draws, values, _top_k_or_all)
     values = values.masked_fill(is_cut, -math.inf)
     # With top_k the candidates renormalise; without, the whole vocabulary is the total.
     total = torch.where(is_cut.any(-1, keepdim=True), values.logsumexp(-1, keepdim=True), log_total)
     probability = (values - total).exp()
     before = probability.cumsum(-1) - probability
-    top_p = _column(seqs, values, _top_p_or_all)
+    top_p = _column(draws, values, _top_p_or_all)
     # The best token is always kept: nothing comes before it.
     values = values.masked_fill((before >= top_p) & (rank > 0), -math.inf)
-    _keep_min_p(values, values[:, :1], seqs)
-    choice = (values + _noise(ids, seqs)).argmax(-1, keepdim=True)
+    _keep_min_p(values, values[:, :1], draws)
+    choice = (values + _noise(ids, draws)).argmax(-1, keepdim=True)
     return ids.gather(1, choice).squeeze(1)
 
 
@@ -222,36 +236,35 @@ def _top_p_or_all(sampling: SamplingParams) -> float:
     return sampling.top_p if sampling.top_p < 1.0 else math.inf
 
 
-def _keep_min_p(values: Tensor, best: Tensor, seqs: list[Sequence]) -> None:
+def _keep_min_p(values: Tensor, best: Tensor, draws: list[_Draw]) -> None:
     """Drops, in place, tokens less likely than `min_p` times the best one."""
-    if any(seq.sampling.min_p > 0 for seq in seqs):
+    if any(draw.sampling.min_p > 0 for draw in draws):
         floor = best + _column(
-            seqs,
+            draws,
             values,
             lambda sampling: math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
         )
         values.masked_fill_(values < floor, -math.inf)
 
 
-def _column(seqs: list[Sequence], like: Tensor, read: Callable[[SamplingParams], float]) -> Tensor:
+def _column(draws: list[_Draw], like: Tensor, read: Callable[[SamplingParams], float]) -> Tensor:
     """(R, 1) of one parameter."""
     return torch.tensor(
-        [[read(seq.sampling)] for seq in seqs], dtype=torch.float32, device=like.device
+        [[read(draw.sampling)] for draw in draws], dtype=torch.float32, device=like.device
     )
 
 
-def _noise(ids: Tensor, seqs: list[Sequence]) -> Tensor:
-    """Gumbel noise for (R, K) token ids, a pure function of (seed, position, token id).
+def _noise(ids: Tensor, draws: list[_Draw]) -> Tensor:
+    """Gumbel noise for (R, K) token ids, a pure function of each row's key and the token id.
 
     A counter-based generator in the sense of Salmon et al. 2011, with murmur3's finaliser
     as the mixing function, in 32-bit integers because these vectorise on every CPU.
     """
-    if len(seqs) > 1 and ids.shape[1] > NUM_CANDIDATES[0] and not ids.is_cuda:
+    if len(draws) > 1 and ids.shape[1] > NUM_CANDIDATES[0] and not ids.is_cuda:
         # A row at a time stays in the processor's cache: 8 ms against 24 for 16 x 49k.
-        return torch.cat([_noise(ids[i : i + 1], [seq]) for i, seq in enumerate(seqs)])
-    keys = [_key(seq.seed, len(seq.output_token_ids)) for seq in seqs]
-    low = torch.tensor([[_signed(key & _MASK_32)] for key in keys], dtype=torch.int32)
-    high = torch.tensor([[_signed(key >> 32)] for key in keys], dtype=torch.int32)
+        return torch.cat([_noise(ids[i : i + 1], [draw]) for i, draw in enumerate(draws)])
+    low = torch.tensor([[_signed(key & _MASK_32)] for _, key in draws], dtype=torch.int32)
+    high = torch.tensor([[_signed(key >> 32)] for _, key in draws], dtype=torch.int32)
     mixed = ids.to(torch.int32) * _signed(0x9E3779B1)
     mixed = _mix(mixed.bitwise_xor_(low.to(ids.device)))
     mixed = _mix(mixed.bitwise_xor_(high.to(ids.device)))

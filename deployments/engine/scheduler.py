@@ -1,21 +1,22 @@
 """Which sequences a step computes, and how many tokens of each.
 
 The whole policy: `max_num_seqs` places, filled from a queue that is fair between tenants, and
-taken from a lower priority where none is free; a step has a token budget; decodes go first,
-prompts fill the rest in pieces, the one with the least left first. Knows nothing of models, text
-or time.
+taken from a lower priority where none is free; memory for those that have begun, of whom the last
+makes way where it is short; a step has a token budget; decodes go first, prompts fill the rest in
+pieces, the one with the least left first. Knows nothing of models, text or time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from deployments.engine.admission import FairQueue
 from deployments.engine.config import EngineConfig
 from deployments.engine.pacing import PrefillPace
 from deployments.engine.sequence import Sequence, SequenceState
+from deployments.engine.speculation import Speculation
 
 OLDEST_FIRST_EVERY = 4
 """Of so many steps with prompts one begins with the oldest, which others would overtake for ever."""
@@ -25,11 +26,16 @@ LEAST_TOKENS_BETWEEN_PREEMPTIONS = 16
 
 @dataclass(frozen=True)
 class ScheduledRow:
-    """Tokens `start` to `end` of a sequence, to be computed in one step."""
+    """Tokens `start` to `end` of a sequence, to be computed in one step.
+
+    The last of them are `drafts`, where there are any: tokens that the sequence does not have
+    yet, and may never have.
+    """
 
     seq: Sequence
     start: int
     end: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def is_sampled(self) -> bool:
@@ -38,7 +44,26 @@ class ScheduledRow:
         So where a new token follows. A warm-up gets none: its logits only tell whether what was
         computed is sound.
         """
-        return self.seq.is_warm_up or self.end == self.seq.num_tokens
+        return self.seq.is_warm_up or self.end >= self.seq.num_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        num_drafts = len(self.drafts)
+        return [*self.seq.token_ids(self.start, self.end - num_drafts), *self.drafts]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_logits(self) -> int:
+        """How many of its tokens, the last ones, logits are wanted behind: each draft's too."""
+        return 1 + len(self.drafts) if self.is_sampled else 0
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it computes one token of the sequence, in most cases the one sampled last."""
+        return self.num_tokens - len(self.drafts) == 1
 
 
 @dataclass(frozen=True)
@@ -53,51 +78,69 @@ class StepPlan:
         return tuple(row for row in self.rows if row.is_sampled)
 
     @cached_property
+    def sampled_at(self) -> list[int]:
+        """The tokens behind which logits are wanted, by their places in the packed step."""
+        places: list[int] = []
+        num_packed = 0
+        for row in self.rows:
+            num_packed += row.num_tokens
+            places += range(num_packed - row.num_logits, num_packed)
+        return places
+
+    @cached_property
     def warm_up(self) -> ScheduledRow | None:
         """The row that computes ahead of a request, if any."""
         return self.rows[-1] if self.rows and self.rows[-1].seq.is_warm_up else None
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.end - row.start for row in self.rows)
+        return sum(row.num_tokens for row in self.rows)
 
     @property
     def num_decodes(self) -> int:
-        """Rows of one token, most of which follow one sampled last."""
-        return sum(row.end - row.start == 1 for row in self.rows)
+        """Tokens of the rows that decode, drafts included."""
+        return sum(row.num_tokens for row in self.rows if row.is_decode)
 
 
 class Scheduler:
     """Holds the queue and the running sequences, and plans steps.
 
     Args:
-        place: gives a sequence its slot before it is first computed, and tells how many of its
-            first tokens need not be computed.
-        displace: takes the slot back from a sequence that is to wait again.
+        place: gives a sequence memory for all tokens it has, before it is first computed, and
+            tells how many of the first need not be computed; None where memory is short.
+        reserve: gives one that has begun memory for so many tokens; False where it is short.
+        displace: takes the memory back from a sequence that is to wait again.
         pace: bounds the prompt tokens of steps in which others decode; None bounds nothing.
         block_tokens: such a piece of a prompt may end at a multiple of this; None is
             `prefill_chunk_tokens`.
+        speculation: gives drafts to those that decode; None gives none.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        place: Callable[[Sequence], int] = lambda seq: 0,
+        place: Callable[[Sequence], int | None] = lambda seq: 0,
         displace: Callable[[Sequence], None] = lambda seq: None,
         *,
+        reserve: Callable[[Sequence, int], bool] = lambda seq, num_tokens: True,
         pace: PrefillPace | None = None,
         block_tokens: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._config = config
+        self._speculation = speculation
         self._place = place
+        self._reserve = reserve
         self._displace = displace
         self._pace = pace
         self._chunk = config.prefill_chunk_tokens
         self._block = min(block_tokens or self._chunk, self._chunk)
         self._num_prefill_steps = 0
-        # Those that left the queue and wait for a first piece. They get their slots only then, so
-        # that the first of several that begin alike has computed the beginning for the others.
+        # Those that left the queue and wait for a first piece. They get memory only then, so that
+        # the first of several that begin alike has computed the beginning for the others.
         self._unplaced: set[Sequence] = set()
+        # One of them that found no memory: none begins before it, or it might wait for ever.
+        self._starved: Sequence | None = None
         self.waiting = FairQueue()
         # Those with a place, in the order in which they left the queue.
         self.running: list[Sequence] = []
@@ -128,12 +171,13 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plans one step within the token budget."""
         self._admit()
-        rows = [_row(seq, seq.num_tokens) for seq in self.running if self._is_decode(seq)]
+        rows = self._secured(self._decodes())
         prefills = self._prefills()
         if not prefills:
             return StepPlan(tuple(rows))
-        budget = self._config.max_num_batched_tokens - len(rows)
-        limit = self._pace.limit(len(rows)) if self._pace else None
+        num_decodes = sum(row.num_tokens for row in rows)
+        budget = self._config.max_num_batched_tokens - num_decodes
+        limit = self._pace.limit(num_decodes) if self._pace else None
         grid = self._chunk
         if limit is not None and limit < budget:
             budget, grid = limit, self._block
@@ -142,13 +186,65 @@ class Scheduler:
                 # What fits whole fits without its first tokens too.
                 if self._piece_end(seq, budget, grid) is None:
                     break
-                self._give_slot(seq)
+                if not self._begin(seq):
+                    continue
+            elif seq.state is SequenceState.WAITING:
+                continue  # it made way for one that began
             end = self._piece_end(seq, budget, grid)
             if end is None:
                 break
-            rows.append(_row(seq, end))
-            budget -= rows[-1].end - rows[-1].start
-        return StepPlan(tuple(rows))
+            rows.append(ScheduledRow(seq, seq.num_computed_tokens, end))
+            budget -= rows[-1].num_tokens
+        return StepPlan(tuple(row for row in rows if row.seq.state is SequenceState.RUNNING))
+
+    def _decodes(self) -> list[ScheduledRow]:
+        """A row for each sequence that has a token, with a draft where that seems to pay."""
+        seqs = [seq for seq in self.running if self._is_decode(seq)]
+        drafts: list[tuple[int, ...]] = [()] * len(seqs)
+        if self._speculation is not None:
+            # One piece of a prompt fits beside them, see `EngineConfig`.
+            room = self._config.max_num_batched_tokens - self._chunk - len(seqs)
+            drafts = self._speculation.propose(seqs, room)
+        return [
+            ScheduledRow(seq, seq.num_computed_tokens, seq.num_tokens + len(draft), draft)
+            for seq, draft in zip(seqs, drafts, strict=True)
+        ]
+
+    def _secured(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
+        """The rows for which there is memory. Where it is short drafts are dropped first, then who
+        makes way for those above waits again.
+
+        Who makes way for a row loses less than its answer gains, a token at least, so that there
+        are no more such preemptions than tokens.
+        """
+        if all(self._reserve(row.seq, row.end) for row in rows):
+            return rows
+        secured = []
+        for row in sorted(rows, key=lambda row: -row.seq.priority):
+            while row.seq.state is SequenceState.RUNNING:
+                if self._reserve(row.seq, row.end):
+                    secured.append(row)
+                    break
+                if row.drafts:
+                    row = replace(row, end=row.end - len(row.drafts), drafts=())
+                else:
+                    self._preempt(self._last())
+        return [row for row in secured if row.seq.state is SequenceState.RUNNING]
+
+    def _last(self) -> Sequence:
+        """Who makes way where memory is short: of the lowest priority the last that came.
+
+        As among tenants nobody gains by asking for more than the usual priority, it is the lowest
+        one of the tenant whose turn it is.
+
+        Raises:
+            RuntimeError: there is but one.
+        """
+        placed = [seq for seq in reversed(self.running) if seq not in self._unplaced]
+        if len(placed) == 1:
+            raise RuntimeError(f"the memory does not hold {placed[0].num_tokens} tokens")
+        last = min(placed, key=lambda seq: min(seq.priority, 0))
+        return min((seq for seq in placed if seq.share == last.share), key=lambda seq: seq.priority)
 
     def _admit(self) -> None:
         """Gives the free places to the queue, and then those of lower priority."""
@@ -167,12 +263,33 @@ class Scheduler:
         self.running.append(seq)
         self._unplaced.add(seq)
 
-    def _give_slot(self, seq: Sequence) -> None:
+    def _begin(self, seq: Sequence) -> bool:
+        """Gives a sequence memory; False where it has to wait for that."""
+        if not self._may_begin(seq):
+            return False
+        while (num_computed := self._place(seq)) is None:
+            self._starved = seq
+            placed = [other for other in self.running if other not in self._unplaced]
+            yielding = self._yielding_to(seq, placed)
+            if not yielding:
+                if self.num_running == 0:
+                    raise RuntimeError(f"the memory does not hold {seq.num_tokens} tokens")
+                return False
+            self._preempt(yielding[0])
         self._unplaced.remove(seq)
         seq.state = SequenceState.RUNNING
-        seq.num_computed_tokens = self._place(seq)
+        seq.num_computed_tokens = num_computed
         if seq.first_scheduled_s is None:
-            seq.num_cached_tokens = seq.num_computed_tokens
+            seq.num_cached_tokens = min(num_computed, len(seq.prompt_token_ids))
+        return True
+
+    def _may_begin(self, seq: Sequence) -> bool:
+        """Whether no other one waits for memory that goes before it."""
+        starved = self._starved
+        if starved is None or starved is seq or starved not in self._unplaced:
+            return True
+        goes_on = seq.num_preemptions > 0 and seq.priority >= starved.priority
+        return _outranks(seq, starved) or (goes_on and starved.num_preemptions == 0)
 
     def _find_preemption(self) -> tuple[Sequence, Sequence] | None:
         """The next in the queue that may take a place, and whose: of the lowest priority the last.
@@ -184,16 +301,18 @@ class Scheduler:
             return None
         lowest = min(seq.priority for seq in self.running)
         for newcomer in self.waiting.heads:
-            if newcomer.priority <= lowest or newcomer.num_preemptions:
-                continue
-            yielding = [
-                seq
-                for seq in reversed(self.running)
-                if _outranks(newcomer, seq) and _may_yield(seq)
-            ]
-            if yielding:
-                return newcomer, min(yielding, key=lambda seq: seq.priority)
+            if newcomer.priority > lowest and (
+                yielding := self._yielding_to(newcomer, self.running)
+            ):
+                return newcomer, yielding[0]
         return None
+
+    def _yielding_to(self, newcomer: Sequence, seqs: list[Sequence]) -> list[Sequence]:
+        """Who would make way for a newcomer, of the lowest priority the last that came first."""
+        if newcomer.num_preemptions:
+            return []
+        yielding = [seq for seq in reversed(seqs) if _outranks(newcomer, seq) and _may_yield(seq)]
+        return sorted(yielding, key=lambda seq: seq.priority)
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue; what was answered stays, and is computed again with the prompt."""
@@ -228,10 +347,6 @@ class Scheduler:
             return seq.num_tokens
         end = (seq.num_computed_tokens + budget) // grid * grid
         return end if end > seq.num_computed_tokens else None
-
-
-def _row(seq: Sequence, end: int) -> ScheduledRow:
-    return ScheduledRow(seq, seq.num_computed_tokens, end)
 
 
 def _outranks(newcomer: Sequence, seq: Sequence) -> bool:

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from deployments.engine.blocks import BlockPool
 from deployments.engine.config import EngineConfig
-from deployments.engine.scheduler import StepPlan
+from deployments.engine.scheduler import ScheduledRow, StepPlan
 from deployments.engine.sequence import Sequence
-from deployments.engine.slots import Slots
 from deployments.engine.tokenizer import ChatTokenizer
 
 Script = Callable[[Sequence], list[int]]
@@ -36,7 +36,7 @@ class ScriptedRunner:
     Args:
         script: what each sequence answers.
         tokenizer: gives the vocabulary's size and the end-of-text token.
-        config: gives `max_num_seqs` and `max_model_len`.
+        config: gives `max_num_seqs`, `max_model_len` and the number of blocks.
         token_interval_s: how long a step takes, however many rows it has.
         sleep: spends that time.
         fault: for tests: what goes wrong with a sequence's next token, if anything.
@@ -59,9 +59,11 @@ class ScriptedRunner:
         self._sleep = sleep
         self._fault = fault
         self.max_num_seqs = config.max_num_seqs
-        self.max_model_len = config.max_model_len
         self.prefix_block_tokens = config.prefix_block_tokens or BLOCK_TOKENS
-        self._slots = Slots(config.max_num_seqs, self.prefix_block_tokens)
+        per_seq = -(-config.max_model_len // self.prefix_block_tokens)
+        num_blocks = config.num_kv_blocks or config.max_num_seqs * per_seq
+        self.max_model_len = min(config.max_model_len, num_blocks * self.prefix_block_tokens)
+        self.pool = BlockPool(num_blocks, self.prefix_block_tokens, keeps_answers=True)
         self.held: set[Sequence] = set()
         """Sequences that ran and were not released."""
 
@@ -71,33 +73,40 @@ class ScriptedRunner:
     def run(self, plan: StepPlan) -> Tensor:
         if self._token_interval_s > 0:
             self._sleep(self._token_interval_s)
-        self.held.update(row.seq for row in plan.rows)
-        seqs = [row.seq for row in plan.sampled_rows]
-        logits = torch.full((len(seqs), self._vocab_size), FAR_BELOW)
-        if seqs:
-            token_ids = torch.tensor([self._next(seq) for seq in seqs])
-            logits.scatter_(1, token_ids.unsqueeze(1), 0.0)
+        for row in plan.rows:
+            num_held = len(self.pool.blocks(row.seq)) * self.prefix_block_tokens
+            assert row.end <= num_held, "reserve() comes before a plan"
+            self.held.add(row.seq)
+        token_ids = [token_id for row in plan.sampled_rows for token_id in self._next(row)]
+        logits = torch.full((len(token_ids), self._vocab_size), FAR_BELOW)
+        if token_ids:
+            logits.scatter_(1, torch.tensor(token_ids).unsqueeze(1), 0.0)
+        seqs = [row.seq for row in plan.sampled_rows for _ in range(row.num_logits)]
         poisoned = [i for i, seq in enumerate(seqs) if self._is_poisoned(seq)]
         logits[poisoned] = float("nan")
         return logits
 
     def place(self, seq: Sequence) -> int:
-        return self._slots.place(seq).num_tokens
+        return self.pool.place(seq)
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        return self.pool.reserve(seq, num_tokens)
 
     def holds(self, seq: Sequence) -> bool:
-        return self._slots.holds(seq)
+        return self.pool.holds(seq)
 
     def release(self, seq: Sequence, *, is_sound: bool = False) -> None:
-        self._slots.free(seq, keep=is_sound)
+        self.pool.free(seq, keep=is_sound)
         self.held.discard(seq)
 
     def close(self) -> None:
         self.held.clear()
 
-    def _next(self, seq: Sequence) -> int:
-        answer = self._script(seq)
-        at = len(seq.output_token_ids)
-        return answer[at] if at < len(answer) else self._eos_token_id
+    def _next(self, row: ScheduledRow) -> list[int]:
+        """The token behind each of a row's that is sampled; a wrong draft changes none."""
+        start = len(row.seq.output_token_ids)
+        answer = self._script(row.seq)[start : start + row.num_logits]
+        return answer + [self._eos_token_id] * (row.num_logits - len(answer))
 
     def _is_poisoned(self, seq: Sequence) -> bool:
         fault = self._fault(seq)

@@ -12,6 +12,7 @@ from protocol.token_log import FinishReason, Timing, Usage
 
 if TYPE_CHECKING:
     from deployments.engine.output import AnswerText
+    from deployments.engine.speculation import Drafter
 
 
 class SequenceState(StrEnum):
@@ -39,6 +40,7 @@ class Sequence:
         output_token_ids: at first empty, or what was answered elsewhere; such a sequence goes
             on behind them, and they are computed together with the prompt.
         answer: the text side of an answer that goes on; the engine makes one for any other.
+        drafter: guesses what comes next; made when it is first asked.
         finish_reason: of an answer that was complete when it came.
         num_cached_tokens: first tokens of the prompt that needed no computing.
         num_preemptions: how often it lost its place to another, and waited again.
@@ -62,6 +64,7 @@ class Sequence:
 
     output_token_ids: list[int] = field(default_factory=list)
     answer: AnswerText | None = None
+    drafter: Drafter | None = None
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0

@@ -20,6 +20,7 @@ MAX_SCHEMA_BYTES = 64 * 1024
 
 # Enough to indent with; without a bound a small model may write blanks until it runs out of tokens.
 _BLANKS = r"(\n[ \t]{0,32}|[ \t]{1,4})"
+_GUIDANCE = {"whitespace_pattern": _BLANKS, "coerce_one_of": True}
 
 
 class Grammar:
@@ -85,9 +86,7 @@ def grammar_for(response_format: dict[str, Any] | None, tokenizer: ChatTokenizer
     text = _serialise(schema)
     vocabulary = tokenizer.grammar_tokenizer
     try:
-        grammar = LLMatcher.grammar_from_json_schema(
-            text, overrides={"whitespace_pattern": _BLANKS, "coerce_one_of": True}
-        )
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=_GUIDANCE)
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
         matcher.compute_bitmask()  # some faults (endless recursion) show only at the first token
     except ValueError as exc:
@@ -95,6 +94,16 @@ def grammar_for(response_format: dict[str, Any] | None, tokenizer: ChatTokenizer
     if matcher.is_error():
         raise _refused(matcher.get_error())
     return Grammar(matcher, vocabulary.vocab_size)
+
+
+def guided_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The schema for another engine that reads it with llguidance, to the same grammar.
+
+    Raises:
+        InvalidRequest: an unknown type, or no schema.
+    """
+    schema = _schema(response_format)
+    return None if schema is None else schema | {"x-guidance": _GUIDANCE}
 
 
 def _schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:

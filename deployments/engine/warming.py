@@ -2,9 +2,9 @@
 
 The whole policy of who computes ahead, and when. A warm-up takes only what requests leave: it
 computes in steps that hold no other prompt while nobody waits, in pieces small enough that
-neither the streams of such a step nor a newcomer behind it wait long; its slot is free for any
-request. What it has computed when it ends, or is ended, lies in its slot as the prefix of a
-finished request would.
+neither the streams of such a step nor a newcomer behind it wait long; its place and its memory
+are free for any request. What it has computed when it ends, or is ended, is found as the prefix of
+a finished request would be.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Warming:
         self._block = runner.prefix_block_tokens
         self._max_running = max(1, config.max_num_seqs // 4)
         self._waiting = FairQueue()
-        # Those with a slot, in the order of their turns.
+        # Those with a place, in the order of their turns.
         self._running: deque[Sequence] = deque()
         self._ended: list[Sequence] = []
 
@@ -73,20 +73,27 @@ class Warming:
                 self.end(seq)
 
     def make_way(self, newcomer: Sequence, num_requests: int) -> None:
-        """Leaves a request the slot it needs, with its own beginning if that was being computed.
+        """Leaves a request the place it needs, and its own beginning if that was being computed.
 
         Args:
-            num_requests: that need a slot, the newcomer among them.
+            num_requests: that need a place, the newcomer among them.
         """
         self._end_covered_by(newcomer)
-        if self._running and num_requests + len(self._running) > self._config.max_num_seqs:
-            self.end(min(self._running, key=lambda seq: seq.num_computed_tokens))
+        if num_requests + len(self._running) > self._config.max_num_seqs:
+            self.give_way()
+
+    def give_way(self) -> bool:
+        """Ends the one that loses least; False where there is none."""
+        if not self._running:
+            return False
+        self.end(min(self._running, key=lambda seq: seq.num_computed_tokens))
+        return True
 
     def fill(self, plan: StepPlan, num_requests: int, *, is_anyone_waiting: bool) -> StepPlan:
         """The plan with a piece of the next warm-up behind its rows, where that delays nobody."""
         if is_anyone_waiting or not (self._running or self._waiting):
             return plan
-        if any(row.end - row.start > 1 for row in plan.rows):
+        if not all(row.is_decode for row in plan.rows):
             return plan
         self._start(num_requests)
         if not self._running:
@@ -94,6 +101,9 @@ class Warming:
         seq = self._running[0]
         self._running.rotate(-1)
         end = self._piece_end(seq, plan)
+        if not self._runner.reserve(seq, end):
+            self.end(seq)
+            return plan
         return StepPlan((*plan.rows, ScheduledRow(seq, seq.num_computed_tokens, end)))
 
     def advance(self, row: ScheduledRow, *, is_sound: bool) -> None:
@@ -128,7 +138,7 @@ class Warming:
         yield from self._waiting
 
     def _start(self, num_requests: int) -> None:
-        """Gives slots to those that wait, as far as requests leave any."""
+        """Gives places to those that wait, as far as requests leave any."""
         while (
             (head := self._waiting.head) is not None
             and len(self._running) < self._max_running

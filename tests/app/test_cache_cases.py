@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.graph import Graph
-from app.serving import Stream
 from cache.budget import BAND_FLOORS, BudgetConfig, ErrorBudget, Evidence
 from cache.verifier import Verifier
 from deployments.embedder import Vector
 from protocol.request import InferenceRequest, Message
 from tests.app.stack import (
     InProcessCache,
+    answer,
     ask,
-    eventually,
     on_air,
     running_stack,
     terminal_of,
@@ -39,13 +37,6 @@ async def embed(text: str) -> Vector | None:
 def trusting() -> InProcessCache:
     budget = ErrorBudget(BudgetConfig(), prior=TRUSTED)
     return whole_cache(embed, budget=budget, verifier=Verifier.load())
-
-
-async def answer(graph: Graph, request: InferenceRequest) -> Stream:
-    stream = await graph.open_stream(request)
-    await terminal_of(stream.log)
-    await eventually(lambda: not graph._storing)
-    return stream
 
 
 async def test_the_cache_here_does_serve_other_words() -> None:

@@ -65,7 +65,7 @@ async def chat(site: Site, text: str = QUESTION, key: str = "any", **fields: Any
 async def stored(site: Site, stack: Stack, text: str = QUESTION, **fields: Any) -> str:
     """The id of an answer that is in the cache now."""
     reply = await chat(site, text, **fields)
-    await eventually(lambda: not stack.graph._storing)
+    await eventually(lambda: not stack.graph.is_storing)
     return reply.headers["x-seedance-cache-id"]
 
 
@@ -348,7 +348,7 @@ async def test_the_command_line_exports_imports_and_warms_up(tmp_path: Path) -> 
             warm_cache, server_of(site), prompts, num_parallel=1, console=quiet()
         )
         assert told == {"miss": 2, "exact": 1}
-        await eventually(lambda: not stack.graph._storing)
+        await eventually(lambda: not stack.graph.is_storing)
         number = await asyncio.to_thread(
             export_entries, server_of(site), file, {"tenant": "default"}, quiet()
         )

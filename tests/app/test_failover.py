@@ -14,11 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import app.graph
-from app.graph import FIND_GRACE_S, Graph
+import app.takeover
+from app.generation import Generation
+from app.graph import Graph
 from app.model_bus import MAX_REOPENS, TICK_S
 from app.resume import ResumeTokens
 from app.serving import Stream
+from app.takeover import FIND_GRACE_S
 from deployments.engine.scheduler import StepPlan
 from deployments.engine.scripted import ScriptedRunner
 from deployments.model_service import BusLeases
@@ -78,12 +80,13 @@ def long_question(**fields: Any) -> InferenceRequest:
 
 
 def told(log: TokenLog) -> tuple[Any, ...]:
-    """All that a client can see of an answer, but the time."""
+    """All that a client can see of an answer, but the time and what the replica had computed before."""
     terminal = log.terminal
     assert terminal is not None
+    usage = msgspec.structs.replace(terminal.usage, cached_tokens=0)
     tokens = [token for delta in log.deltas for token in delta.token_ids]
     seqs = [delta.seq for delta in log.deltas]
-    return log.text, tokens, seqs, terminal.finish_reason, terminal.usage, terminal.error
+    return log.text, tokens, seqs, terminal.finish_reason, usage, terminal.error
 
 
 async def undisturbed(request: InferenceRequest, **stack: Any) -> TokenLog:
@@ -105,9 +108,14 @@ def release_others(stack: Stack, *held: InProcessReplica) -> None:
             replica.brake.release()
 
 
+def generation_of(graph: Graph, stream: Stream) -> Generation:
+    generation = graph._live.find(stream.request.request_id)
+    assert generation is not None
+    return generation
+
+
 def home_of(stack: Stack, stream: Stream, graph: Graph | None = None) -> InProcessReplica:
-    generation = (graph or stack.graph)._live[stream.request.request_id]
-    return stack.model.replicas[generation.replica]
+    return stack.model.replicas[generation_of(graph or stack.graph, stream).replica]
 
 
 async def until_at(stack: Stack, stream: Stream, position: int, expected: TokenLog) -> None:
@@ -115,6 +123,22 @@ async def until_at(stack: Stack, stream: Stream, position: int, expected: TokenL
     next_seq = max((d.seq + 1 for d in expected.deltas if d.seq < position), default=0)
     home = home_of(stack, stream)
     await eventually(lambda: home.num_live == 1 and stream.log.next_seq >= next_seq)
+
+
+async def park(stack: Stack, stream: Stream) -> None:
+    """Has nobody wait for a stream, and waits until nothing computes it."""
+    stream.park()
+    release_others(stack)
+    await stack.until_idle()
+
+
+async def parked_at(stack: Stack, position: int, expected: TokenLog) -> Stream:
+    """The stream of a long question that rests before that token."""
+    brake_all(stack, position)
+    stream = await stack.graph.open_stream(long_question())
+    await until_at(stack, stream, position, expected)
+    await park(stack, stream)
+    return stream
 
 
 async def until_live(replica: InProcessReplica) -> None:
@@ -153,7 +177,7 @@ async def test_an_answer_survives_a_fault_at_any_of_its_tokens(fault: str) -> No
         limits={"clock": clock, "watchdog_s": WATCHDOG_S},
     ) as stack:
         for position in POSITIONS:
-            before = stack.graph.failovers_total
+            before = stack.graph.own_stats().failovers_total
             brake_all(stack, position)
             stream = await stack.graph.open_stream(question())
             num_ends = only_one_end(stream.log)
@@ -170,7 +194,7 @@ async def test_an_answer_survives_a_fault_at_any_of_its_tokens(fault: str) -> No
             release_others(stack, home)
             await terminal_of(stream.log)
             assert told(stream.log) == told(expected), position
-            assert stack.graph.failovers_total - before == (fault != "cut"), position
+            assert stack.graph.own_stats().failovers_total - before == (fault != "cut"), position
             assert num_ends() == 1
             if fault != "cut":
                 # Only what was not told yet is computed once more.
@@ -236,7 +260,7 @@ async def test_an_engine_that_makes_no_step_loses_its_streams_though_it_talks() 
         release_others(stack, home)
         await terminal_of(stream.log)
         assert told(stream.log) == told(expected)
-        assert stack.graph.failovers_total == 1
+        assert stack.graph.own_stats().failovers_total == 1
 
 
 async def test_a_stream_whose_bus_cannot_be_opened_comes_back_to_its_only_replica() -> None:
@@ -271,7 +295,7 @@ async def test_any_number_of_losses_is_survived_while_there_is_progress() -> Non
         release_others(stack)
         await terminal_of(stream.log)
         assert told(stream.log) == told(expected)
-        assert stack.graph.failovers_total == 6
+        assert stack.graph.own_stats().failovers_total == 6
 
 
 async def test_too_many_losses_without_a_token_between_are_one_error() -> None:
@@ -309,7 +333,7 @@ async def test_without_any_replica_left_the_end_comes_in_time() -> None:
         terminal = await terminal_of(stream.log)
         assert terminal.error is not None
         assert (terminal.error.code, terminal.error.retryable) == ("overloaded", True)
-        assert stack.graph._live == {}
+        assert len(stack.graph._live) == 0
 
 
 async def test_a_replica_that_comes_in_time_takes_the_stream() -> None:
@@ -376,7 +400,7 @@ async def test_a_full_house_is_told_at_once() -> None:
 
 async def test_one_who_was_promised_an_answer_waits_for_a_place() -> None:
     async with full_house() as stack:
-        first, second = (stack.graph._live[name] for name in list(stack.graph._live))
+        first, second = stack.graph._live
         stack.replicas[0].kill()
         await eventually(lambda: len(stack.replicas[1].submits) >= 3)
         assert first.log.terminal is None
@@ -398,7 +422,7 @@ async def test_the_refusals_of_one_who_waits_for_a_place_are_no_losses() -> None
         for name in ("m1", "m1", "m2", "m2"):
             stack.model.board.set_replicas([name])
             stream = await stack.graph.open_stream(long_question(max_tokens=4000))
-            generations.append(stack.graph._live[stream.request.request_id])
+            generations.append(generation_of(stack.graph, stream))
         stack.model.board.set_replicas(["m1", "m2"])
         begun, queued, running, waiting = generations
         await eventually(lambda: begun.log.next_seq)
@@ -467,7 +491,7 @@ async def test_a_deadline_after_a_failover_is_the_one_that_was_asked_for() -> No
         assert terminal.error is not None
         assert (terminal.error.code, terminal.error.limit) == ("timeout", 1.0)
         assert "1 s, its timeout_s" in terminal.error.message
-        assert stack.graph.failovers_total == 1
+        assert stack.graph.own_stats().failovers_total == 1
 
 
 # ------------------------------------------------------------------ another model
@@ -527,7 +551,7 @@ async def test_a_cancel_while_it_is_moved_leaves_nothing_running() -> None:
             assert stream.log.terminal is not None
             assert stream.log.terminal.finish_reason == "cancelled"
             await stack.until_idle()
-        assert stack.graph._live == {}
+        assert len(stack.graph._live) == 0
 
 
 async def test_a_cancel_reaches_a_replica_that_accepts_late() -> None:
@@ -633,8 +657,8 @@ async def test_another_ingress_takes_a_stream_over_from_its_beginning() -> None:
         release_others(stack)
         await terminal_of(second.log)
         assert told(second.log) == told(expected)
-        assert stack.graph._live == other._live == {}
-        assert (stack.graph.resumes_total, other.resumes_total) == (0, 1)
+        assert len(stack.graph._live) == len(other._live) == 0
+        assert (stack.graph.own_stats().resumes_total, other.own_stats().resumes_total) == (0, 1)
 
 
 @pytest.mark.parametrize("what", ["tenant", "forged", "key", "never", "empty"])
@@ -657,7 +681,7 @@ async def test_who_may_not_have_a_stream_learns_nothing(what: str) -> None:
             await other.resume_stream(token, tenant)
         assert str(caught.value).startswith("there is no such stream")
         assert first.log.terminal is None
-        assert other._live == {}
+        assert len(other._live) == 0
 
 
 async def test_a_token_finds_its_stream_after_a_failover() -> None:
@@ -710,7 +734,7 @@ async def test_a_stream_that_was_taken_over_survives_the_loss_of_its_replica_too
         home.kill()
         await terminal_of(second.log)
         assert told(second.log) == told(expected)
-        assert other.failovers_total == 1
+        assert other.own_stats().failovers_total == 1
 
 
 async def test_the_end_can_be_fetched_for_a_while() -> None:
@@ -719,7 +743,7 @@ async def test_the_end_can_be_fetched_for_a_while() -> None:
         await terminal_of(first.log)
         second = await other.resume_stream(first.token, "red")
         assert told(second.log) == told(first.log)
-        assert other._live == {}
+        assert len(other._live) == 0
         await eventually(
             lambda: (
                 not any(one.service._hub.has(first.request.request_id) for one in stack.replicas)
@@ -756,7 +780,7 @@ async def test_two_who_fetch_a_stream_at_the_same_moment_get_the_same() -> None:
         release_others(stack)
         for stream in both:
             assert (await terminal_of(stream.log)).finish_reason == "length"
-        assert other.resumes_total == 1
+        assert other.own_stats().resumes_total == 1
 
 
 async def test_one_who_comes_back_to_the_same_ingress_gets_the_same_stream() -> None:
@@ -843,7 +867,7 @@ async def test_one_who_joins_late_gets_the_beginning_too() -> None:
         await terminal_of(first.log)
         await terminal_of(late.log)
         assert first.log.deltas == late.log.deltas
-        assert stack.graph.failovers_total == 1
+        assert stack.graph.own_stats().failovers_total == 1
 
 
 async def test_those_who_rode_along_go_on_when_the_first_moves_to_another_ingress() -> None:
@@ -932,7 +956,7 @@ async def _run_chaos(actions: list[tuple[str, int]]) -> None:
                 assert EXPECTED[prompt][0].startswith(stream.log.text)
             else:
                 assert told(stream.log) == EXPECTED[prompt]
-        assert stack.graph._live == {}
+        assert len(stack.graph._live) == 0
 
 
 def _harm(stack: Stack, replica: InProcessReplica, what: str, hung: set[InProcessReplica]) -> None:
@@ -964,27 +988,20 @@ async def test_a_parked_stream_costs_nothing_and_goes_on_where_it_was(cut: int) 
         stream = await stack.graph.open_stream(long_question())
         await until_at(stack, stream, cut, expected)
         stream.park()
-        stream.park()
-        release_others(stack)
-        await stack.until_idle()
+        await park(stack, stream)
         assert stream.log.terminal is None
         stream.unpark()
         stream.unpark()
         await terminal_of(stream.log)
         assert told(stream.log) == told(expected)
-        assert stack.graph.failovers_total == 0
-        assert stack.graph._live == {}
+        assert stack.graph.own_stats().failovers_total == 0
+        assert len(stack.graph._live) == 0
 
 
 async def test_a_parked_stream_goes_on_at_another_ingress() -> None:
     expected = await undisturbed(long_question(), script=talks_on)
     async with two_ingresses() as (stack, other):
-        brake_all(stack, 5)
-        first = await stack.graph.open_stream(long_question())
-        await until_at(stack, first, 5, expected)
-        first.park()
-        release_others(stack)
-        await stack.until_idle()
+        first = await parked_at(stack, 5, expected)
         second = await other.resume_stream(first.token, "red")
         await terminal_of(second.log)
         assert told(second.log) == told(expected)
@@ -1001,9 +1018,7 @@ async def test_a_shared_generation_rests_only_when_all_its_riders_do() -> None:
         first.park()
         await asyncio.sleep(0.05)
         assert sum(replica.num_live for replica in stack.replicas) == 1
-        second.park()
-        release_others(stack)
-        await stack.until_idle()
+        await park(stack, second)
         second.unpark()
         await terminal_of(second.log)
         assert told(second.log)[0] == told(expected)[0]
@@ -1024,16 +1039,11 @@ async def test_a_parked_stream_that_is_cancelled_is_over() -> None:
 
 async def test_the_newest_copy_of_a_stream_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy machine may take its time to tell of the newest.
-    monkeypatch.setattr(app.graph, "FIND_GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(app.takeover, "FIND_GRACE_S", PATIENCE_S)
     expected = await undisturbed(long_question(), script=talks_on)
     async with two_ingresses() as (stack, other):
-        brake_all(stack, 5)
-        first = await stack.graph.open_stream(long_question())
-        await until_at(stack, first, 5, expected)
+        first = await parked_at(stack, 5, expected)
         former = home_of(stack, first)
-        first.park()
-        release_others(stack)
-        await stack.until_idle()
         brake_all(stack, 12)
         # Busy as it is, it would not be chosen again; its copy stays, and the token names it.
         stack.model.board.charge(former.name, 1_000_000)
@@ -1073,12 +1083,7 @@ async def test_a_client_that_leaves_while_its_stream_is_being_moved_can_come_bac
 ) -> None:
     expected = await undisturbed(long_question(), script=talks_on)
     async with two_ingresses() as (stack, other):
-        brake_all(stack, 5)
-        first = await stack.graph.open_stream(long_question())
-        await until_at(stack, first, 5, expected)
-        first.park()
-        release_others(stack)
-        await stack.until_idle()
+        first = await parked_at(stack, 5, expected)
         brake_all(stack, 9)
         # The submission is on its way and nowhere yet; it must not be lost with what it replaces.
         first.unpark()
@@ -1097,22 +1102,15 @@ async def test_a_client_that_leaves_while_its_stream_is_being_moved_can_come_bac
 async def test_a_parked_stream_that_another_ingress_took_is_over_here_and_can_come_back() -> None:
     expected = await undisturbed(long_question(), script=talks_on)
     async with two_ingresses() as (stack, other):
-        brake_all(stack, 5)
-        first = await stack.graph.open_stream(long_question())
-        await until_at(stack, first, 5, expected)
-        first.park()
-        release_others(stack)
-        await stack.until_idle()
+        first = await parked_at(stack, 5, expected)
         brake_all(stack, 9)
         second = await other.resume_stream(first.token, "red")
         gone = await terminal_of(first.log)
         assert gone.error is not None
         assert gone.error.code == "replaced"
-        assert first.request.request_id not in stack.graph._live
+        assert stack.graph._live.find(first.request.request_id) is None
         await eventually(lambda: second.log.next_seq >= 8)
-        second.park()
-        release_others(stack)
-        await stack.until_idle()
+        await park(stack, second)
         third = await stack.graph.resume_stream(first.token, "red")
         assert third.log.next_seq >= 8
         await terminal_of(third.log)

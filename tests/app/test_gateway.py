@@ -175,7 +175,7 @@ async def test_a_cancel_reaches_a_request_that_is_not_accepted_yet() -> None:
             await gate.wait()
             return await info()
 
-        stack.graph._info = None
+        stack.graph._model_desk._info = None
         stack.model.info = late_info  # type: ignore[method-assign]
         await talker.ask("r1", TALK)
         await talker.send("CANCEL", id="r1")

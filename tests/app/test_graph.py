@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from app.front_cache import FrontCache
-from app.graph import INFO_MAX_AGE_S, CachePort, Graph
+from app.graph import Graph
+from app.model_desk import INFO_MAX_AGE_S
+from app.ports import CachePort
 from app.serving import Stream
 from deployments import wire
 from deployments.replica_board import ReplicaBoard, ReplicaGone
@@ -30,6 +32,7 @@ from tests.app.stack import (
     INFO,
     QUESTION,
     Stack,
+    answer,
     ask,
     eventually,
     running_stack,
@@ -42,14 +45,6 @@ from tests.protocol.fakes import FakeClock
 
 REWORDED = "Tell me the capital of France."
 USAGE = Usage(prompt_tokens=3, completion_tokens=2)
-
-
-async def answer(graph: Graph, request: InferenceRequest) -> Stream:
-    """The stream, once it has ended and what there is to store is stored."""
-    stream = await graph.open_stream(request)
-    await terminal_of(stream.log)
-    await eventually(lambda: not graph._storing)
-    return stream
 
 
 async def mark(stack: Stack, request: InferenceRequest) -> str:
@@ -281,7 +276,7 @@ async def test_an_answer_is_kept_though_the_replica_dies_after_its_last_record(
 async def test_a_failing_store_leaves_the_answer_alone(graph_over: Build) -> None:
     graph = graph_over(FakeModel(), FakeCache(MISSED, store_error=ConnectionError("gone")))
     assert (await answer(graph, ask())).log.text == "Hello"
-    assert graph.cache_errors_total == 1
+    assert graph.own_stats().cache_call_errors == 1
 
 
 @pytest.mark.parametrize(
@@ -386,7 +381,7 @@ async def test_a_cache_that_fails_is_a_miss(
     stream = await answer(graph, ask())
     assert stream.log.text == "Hello"
     assert stream.cache == CacheOutcome(reason=reason)
-    assert graph.cache_errors_total == 1
+    assert graph.own_stats().cache_call_errors == 1
 
 
 @pytest.mark.parametrize(
@@ -573,7 +568,7 @@ async def test_the_model_is_asked_what_it_is_now_and_then(graph_over: Build) -> 
 async def test_what_the_model_was_holds_while_nobody_tells_what_it_is(
     graph_over: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.graph.INFO_PATIENCE_S", 0.01)
+    monkeypatch.setattr("app.model_desk.INFO_PATIENCE_S", 0.01)
     model, clock = FakeModel(), FakeClock()
     graph = graph_over(model, clock=clock)
     await answer(graph, ask())
@@ -593,7 +588,7 @@ async def test_what_the_model_was_holds_while_nobody_tells_what_it_is(
         assert (await answer(graph, ask())).log.text == "Hello"
     assert model.num_info_calls == num_calls + 1
     told.set()
-    await eventually(lambda: graph._asking is None)
+    await eventually(lambda: graph._model_desk._asking is None)
     assert (await graph.model_info()).id == "new"
 
 
@@ -848,7 +843,7 @@ async def test_tenant_names_are_data() -> None:
             assert await mark(stack, ask(REWORDED, tenant=name)) == "semantic", name
         for name in ("red", *names):
             assert await mark(stack, ask(tenant=name)) == "exact", name
-        assert stack.graph.cache_errors_total == 0
+        assert stack.graph.own_stats().cache_call_errors == 0
 
 
 async def test_opposite_and_recounted_questions_are_told_apart_however_alike() -> None:

@@ -74,7 +74,7 @@ def test_an_unknown_key_is_named(key: str) -> None:
         ("model.max_num_batched_tokens", 256),
         ("model.mock_token_interval_s", -0.1),
         ("model.num_gpus", 65),
-        ("model.backend", "vllm"),
+        ("model.backend", "llama.cpp"),
         ("model.device", "tpu"),
         ("model.dtype", "int8"),
         ("cache.semantic_threshold", 1.01),

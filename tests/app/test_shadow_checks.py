@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 
 from app.front_cache import FrontCache
-from app.graph import Graph
-from app.serving import Stream
 from cache.answer import StoredAnswer
 from cache.budget import BAND_FLOORS, BudgetConfig, ErrorBudget, Evidence
 from cache.decision import Verdict
@@ -21,16 +19,15 @@ from deployments import wire
 from deployments.cache_audit import BLIND_S, MAX_UNSEEN, Audit
 from deployments.embedder import Vector
 from deployments.engine.sequence import Sequence
-from protocol.request import InferenceRequest
 from tests.app.stack import (
     InProcessCache,
     Stack,
+    answer,
     ask,
     echo,
     eventually,
     graph_over,
     running_stack,
-    terminal_of,
     whole_cache,
 )
 from tests.protocol.fakes import FakeClock
@@ -83,13 +80,6 @@ def says(*answers: str) -> Callable[[Sequence], list[int]]:
         return known[seq.request_id]
 
     return script
-
-
-async def answer(graph: Graph, request: InferenceRequest) -> Stream:
-    stream = await graph.open_stream(request)
-    await terminal_of(stream.log)
-    await eventually(lambda: not graph._storing)
-    return stream
 
 
 async def checks_of(stack: Stack, count: int = 1) -> list[str]:

@@ -125,7 +125,7 @@ async def test_a_dead_replica_is_passed_over_and_none_at_all_is_no_error() -> No
 
 
 async def test_a_replica_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.graph.WARM_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("app.model_desk.WARM_TIMEOUT_S", 0.05)
     async with running_stack() as stack:
         stack.replicas[0].hang()
         await stack.graph.warm(question())

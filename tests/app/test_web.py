@@ -36,7 +36,7 @@ async def test_alive_and_ready_are_two_questions() -> None:
 async def test_a_house_without_a_model_tells_so_sooner_than_it_gives_a_request_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("app.graph.INFO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("app.model_desk.INFO_TIMEOUT_S", 0.05)
     async with running_stack() as stack, on_air(stack.graph) as site:
 
         async def hang() -> bytes:

@@ -77,12 +77,10 @@ def test_an_alias_gives_its_targets_value_and_ends_with_it(tier, clock):
     tier.forget("unknown")
 
 
-def test_a_new_epoch_forgets_everything(tier):
+def test_a_cleared_tier_holds_nothing(tier):
     tier.keep("k", "r", "value", 100)
     tier.alias("reworded", "k")
-    tier.enter_epoch(0)
-    assert tier.find("k", "r")
-    tier.enter_epoch(1)
+    tier.clear()
     assert tier.find("k", "r") is None
     assert (len(tier), tier.bytes) == (0, 0)
 
@@ -115,7 +113,7 @@ def test_an_access_fades(tier, clock):
 
 calls = st.lists(
     st.tuples(
-        st.sampled_from(["keep", "find", "alias", "forget", "advance", "epoch"]),
+        st.sampled_from(["keep", "find", "alias", "forget", "advance", "clear"]),
         st.sampled_from("abcdef"),
         st.sampled_from("abcdef"),
         st.integers(0, 60),
@@ -156,8 +154,8 @@ def test_any_series_of_calls_keeps_stays_lives_and_bounds(policy, series):
                 assert tier.find(key, "r") is None
             case "advance":
                 clock.now += amount
-            case "epoch":
-                tier.enter_epoch(step)
+            case "clear":
+                tier.clear()
                 kept.clear()
                 aliases.clear()
         sizes = len(tier._held) * ENTRY_OVERHEAD_BYTES + len(tier._aliases) * ALIAS_BYTES

@@ -3,8 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.guards import compare
-from cache.reading import stem, understand
+from cache.reading import understand
 from cache.spelling import KnownWords, english_words, is_slip
+from cache.stems import stem
 
 PARAPHRASES = [
     ("How do I turn on automatic backups?", "How do I enable automatic backups?"),

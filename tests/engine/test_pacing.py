@@ -25,6 +25,7 @@ ROOMY = EngineConfig(
     max_num_batched_tokens=384,
     prefill_chunk_tokens=256,
     prefix_block_tokens=32,
+    speculative_tokens=0,
     num_threads=1,
     device="cpu",
     dtype="float32",

@@ -186,7 +186,7 @@ def test_a_prompt_that_is_not_computed_yet_makes_way_too() -> None:
     assert engine.stats().tokens == 0
 
 
-def test_what_the_prompt_leaves_in_its_slot_is_used_again() -> None:
+def test_what_the_prompt_leaves_is_used_again() -> None:
     engine, _ = scripted_engine(ANSWER, config=TWO)
     low, other = asked(0, prompt=[7] * 24), asked(3, max_tokens=8)
     engine.add(low)

@@ -136,7 +136,7 @@ def test_a_cancelled_answer_leaves_its_prompt_and_a_cancelled_prompt_leaves_noth
 
 
 @pytest.mark.parametrize("is_decode_batched", [False, True], ids=["by row", "batched"])
-def test_a_poisoned_slot_is_never_used_again(is_decode_batched: bool) -> None:
+def test_a_poisoned_block_is_never_used_again(is_decode_batched: bool) -> None:
     runner = ModelRunner(tiny_models.build("llama"), SMALL)
     runner.warm_up()
     runner.attention.is_decode_batched = is_decode_batched
@@ -147,9 +147,9 @@ def test_a_poisoned_slot_is_never_used_again(is_decode_batched: bool) -> None:
     engine.add(bad)
     while not bad.output_token_ids:
         engine.step()
-    runner.cache.values[0][runner.cache.slot(bad) * runner.max_model_len] = float("nan")
+    runner.cache.values[0][runner.pool.blocks(bad)[0] * 8] = float("nan")
     assert run_to_end(engine)[bad].terminal.finish_reason == "error"
-    # Four at a time, of many lengths: every slot is used, and read beyond its rows.
+    # Four at a time, of many lengths: every block is used, and read beyond its rows.
     for _ in range(2):
         heirs = [asked(prompt[:length], "t") for length in (30, 25, 12, 3)]
         collector = run_to_end(engine, *heirs)

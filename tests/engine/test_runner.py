@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Engine
-from deployments.engine.kv_cache import KVCache, KVLimits, LayerShape, fit_limits
+from deployments.engine.kv_cache import KVCache, LayerShape, PoolSize, fit_pool
 from deployments.engine.runner import (
     ModelRunner,
     Runner,
@@ -45,10 +45,11 @@ def whole(seq: Sequence) -> tuple[Sequence, int, int]:
 
 
 def run(runner: Runner, *rows: tuple[Sequence, int, int]) -> Any:
-    """Runs rows; those that begin get their places first."""
-    for seq, start, _ in rows:
+    """Runs rows; those that begin are placed first."""
+    for seq, start, end in rows:
         if start == 0:
             assert runner.place(seq) == 0
+        assert runner.reserve(seq, end)
     return runner.run(plan(*rows))
 
 
@@ -174,14 +175,15 @@ def test_a_nan_in_one_row_reaches_neither_neighbours_nor_the_next_owner_of_its_p
         bad, good = sequence([1] * 9), sequence([5, 6, 7])
         run(runner, (bad, 0, 8))
         for tensor in runner.cache.keys + runner.cache.values:
-            tensor[runner.cache.slot(bad) * runner.max_model_len :][:9] = float("nan")
+            for block in runner.pool.blocks(bad):
+                tensor[block * 8 : block * 8 + 8] = float("nan")
         logits = run(runner, (bad, 8, 9), whole(good))
         assert logits[0].isnan().any()
         assert torch.allclose(logits[1:], expected, atol=1e-4)
         runner.release(good)
         runner.release(bad)
 
-        # A long neighbour makes the batched form read the whole slot under its mask.
+        # A long neighbour makes the batched form read behind the row's end under its mask.
         heir, long = sequence([5, 6, 7]), sequence([2] * 30)
         run(runner, (heir, 0, 2), (long, 0, 29))
         logits = run(runner, (heir, 2, 3), (long, 29, 30))
@@ -297,13 +299,22 @@ def test_embeddings_that_depend_on_the_longest_neighbour_are_held_to_the_fixed_r
     assert context_length(longrope) == 64
 
 
-def test_places_are_lowered_to_what_the_memory_holds_then_the_length() -> None:
-    wanted = KVLimits(max_num_seqs=8, max_model_len=1000)
-    assert fit_limits(wanted, 10, 80_000) == wanted
-    assert fit_limits(wanted, 10, 35_000) == KVLimits(3, 1000)
-    assert fit_limits(wanted, 10, 5_000) == KVLimits(1, 500)
-    with pytest.raises(ValueError, match="KV memory of 10 bytes holds 1 tokens"):
-        fit_limits(wanted, 10, 10)
+def test_blocks_are_as_many_as_the_memory_holds_and_one_sequence_fits() -> None:
+    def fit(budget_bytes: int, num_kv_blocks: int | None = None) -> PoolSize:
+        return fit_pool(
+            replace(SMALL, max_num_seqs=8, max_num_batched_tokens=24, num_kv_blocks=num_kv_blocks),
+            max_model_len=1000,
+            block_tokens=30,
+            bytes_per_token=10,
+            budget_bytes=budget_bytes,
+        )
+
+    assert fit(100_000) == PoolSize(8 * 34, 1000)
+    assert fit(35_000) == PoolSize(116, 1000)
+    assert fit(5_000) == PoolSize(16, 480)
+    assert fit(100_000, num_kv_blocks=3) == PoolSize(3, 90)
+    with pytest.raises(ValueError, match="KV memory of 290 bytes holds no block of 30 tokens"):
+        fit(290)
 
 
 def test_unused_kv_memory_is_not_taken_from_the_machine() -> None:
@@ -312,13 +323,12 @@ def test_unused_kv_memory_is_not_taken_from_the_machine() -> None:
         return pages * 4096
 
     before = resident_bytes()
-    limits = KVLimits(max_num_seqs=16, max_model_len=8192)
     cache = KVCache(
         [LayerShape(4, 64, 64)] * 8,
-        limits,
+        4096,
+        32,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        block_tokens=32,
     )
     assert sum(tensor.nbytes for tensor in cache.keys + cache.values) == 2**31
     assert resident_bytes() - before < 2**28

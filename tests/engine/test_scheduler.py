@@ -104,7 +104,7 @@ def test_a_prompt_that_others_overtake_begins_every_fourth_step() -> None:
     assert steps == [False, False, False, True] * 3
 
 
-def test_whoever_has_no_slot_yet_waits() -> None:
+def test_whoever_has_no_memory_yet_waits() -> None:
     placed: list[Sequence] = []
 
     def place(seq: Sequence) -> int:

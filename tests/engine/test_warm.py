@@ -51,8 +51,8 @@ class SpyRunner(ScriptedRunner):
         return super().run(plan)
 
     @property
-    def num_slots_used(self) -> int:
-        return self._slots.num_used
+    def num_placed(self) -> int:
+        return self.pool.num_seqs
 
     @property
     def num_computed(self) -> int:
@@ -164,7 +164,7 @@ def test_each_piece_is_computed_once() -> None:
     run_to_end(engine, final)
     assert final.num_cached_tokens == 96
     assert runner.num_computed == 100
-    assert runner.num_slots_used == 0
+    assert runner.num_placed == 0
 
 
 def test_what_an_earlier_request_left_is_not_computed_again() -> None:
@@ -204,7 +204,7 @@ def test_a_request_takes_over_what_its_warm_up_has_reached(num_steps: int) -> No
     assert final.num_cached_tokens == PIECE * num_steps
     assert runner.num_computed == 70, "nothing was computed twice"
     assert all(len(rows) == 1 for rows in runner.plans)
-    assert runner.num_slots_used == 0
+    assert runner.num_placed == 0
 
 
 def test_a_longer_warm_up_takes_a_running_shorter_one_over() -> None:
@@ -243,7 +243,7 @@ def test_a_request_that_only_begins_alike_leaves_a_warm_up_alone() -> None:
         engine.step()
     neighbour = asked([*system, 1, 2, 3], max_tokens=1)
     collector = run_to_end(engine, neighbour)
-    assert neighbour.num_cached_tokens == 24, "the shared part is copied"
+    assert neighbour.num_cached_tokens == 24, "the shared part is used"
     assert collector[ahead].terminal.finish_reason == "stop"
     assert ahead.num_computed_tokens == ahead.num_tokens
 
@@ -314,7 +314,7 @@ def test_requests_take_as_many_steps_as_without_warm_ups(max_num_seqs: int) -> N
     assert steps(is_warmed=True) == steps(is_warmed=False)
 
 
-def test_a_request_that_needs_a_slot_gets_the_one_of_the_warm_up_that_loses_least() -> None:
+def test_a_request_that_needs_a_place_gets_the_one_of_the_warm_up_that_loses_least() -> None:
     config = replace(SMALL, max_num_seqs=8, max_num_batched_tokens=24)
     engine, runner = scripted(config)
     further, behind = warm_up([1] * 64, "a"), warm_up([2] * 64, "b")
@@ -327,12 +327,12 @@ def test_a_request_that_needs_a_slot_gets_the_one_of_the_warm_up_that_loses_leas
     assert further.state is SequenceState.RUNNING
     talk(engine, asked([30] * 3, max_tokens=40, ignore_eos=True))
     assert further.state is SequenceState.FINISHED
-    assert runner.num_slots_used == 8
+    assert runner.num_placed == 8
     drain(engine)
-    assert runner.num_slots_used == 0
+    assert runner.num_placed == 0
 
 
-def test_at_most_a_quarter_of_the_slots_compute_ahead_by_turns() -> None:
+def test_at_most_a_quarter_of_the_places_compute_ahead_by_turns() -> None:
     config = replace(SMALL, max_num_seqs=8, max_num_batched_tokens=100)
     engine, runner = scripted(config)
     seqs = [warm_up([i] * 64, f"t{i}") for i in range(5)]
@@ -341,7 +341,7 @@ def test_at_most_a_quarter_of_the_slots_compute_ahead_by_turns() -> None:
     used = set()
     while engine.has_work:
         engine.step()
-        used.add(runner.num_slots_used)
+        used.add(runner.num_placed)
     assert max(used) == 2
     order = [seqs.index(rows[0][0]) for rows in runner.plans]
     assert order[:4] == [0, 1, 0, 1]
@@ -362,7 +362,7 @@ def test_one_more_than_may_wait_is_refused_and_tenants_take_turns() -> None:
     assert [rows[0][0] for rows in runner.plans] == [many[0], one, many[1], many[2]]
 
 
-def test_unused_warm_ups_hold_at_most_half_of_the_slots() -> None:
+def test_unused_warm_ups_hold_at_most_half_of_the_memory() -> None:
     engine, runner = scripted()
     chats = [[i] * 32 for i in (1, 2)]
     for chat in chats:
@@ -373,10 +373,10 @@ def test_unused_warm_ups_hold_at_most_half_of_the_slots() -> None:
         again = asked([*chat, 1], max_tokens=1)
         run_to_end(engine, again)
         assert again.num_cached_tokens == 32
-    assert runner.num_slots_used == 0
+    assert runner.num_placed == 0
 
 
-def test_with_one_slot_a_warm_up_works_and_gives_way() -> None:
+def test_with_one_place_a_warm_up_works_and_gives_way() -> None:
     config = replace(SMALL, max_num_seqs=1)
     engine, runner = scripted(config)
     ahead = warm_up([5] * 64)
@@ -388,7 +388,7 @@ def test_with_one_slot_a_warm_up_works_and_gives_way() -> None:
     assert ahead.state is SequenceState.FINISHED
     drain(engine)
     assert len(other.output_token_ids) == 2
-    assert runner.num_slots_used == 0
+    assert runner.num_placed == 0
 
 
 def test_a_block_larger_than_the_budget_does_not_stop_it() -> None:
@@ -420,7 +420,7 @@ def test_an_abandoned_warm_up_is_dropped_before_the_next_step_and_leaves_what_it
     num_plans = len(runner.plans)
     drain(engine)
     assert len(runner.plans) == num_plans
-    assert (runner.num_slots_used, runner.held) == (0, set())
+    assert (runner.num_placed, runner.held) == (0, set())
     final = asked(prompt)
     run_to_end(engine, final)
     assert final.num_cached_tokens == min(PIECE * num_steps, 56)
@@ -446,7 +446,7 @@ def test_an_unsound_warm_up_leaves_nothing_and_a_failed_step_ends_it(fault: Faul
     seq = warm_up(prompt)
     collector = run_to_end(engine, seq)
     assert collector[seq].terminal.finish_reason == "cancelled"
-    assert (runner.num_slots_used, runner.held) == (0, set())
+    assert (runner.num_placed, runner.held) == (0, set())
     final = asked(prompt)
     terminal = run_to_end(engine, final)[final].terminal
     assert (terminal.error, final.num_cached_tokens) == (None, 0)
@@ -474,12 +474,12 @@ def test_everything_ends_when_the_engine_gives_up_on_all() -> None:
     collector.take(engine.fail_all(Overloaded("closing")))
     assert all(collector[seq].terminals for seq in seqs)
     assert not engine.has_work
-    assert (runner.num_slots_used, runner.held) == (0, set())
+    assert (runner.num_placed, runner.held) == (0, set())
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_whatever_comes_and_goes_all_end_once_and_no_slot_is_lost(data: st.DataObject) -> None:
+def test_whatever_comes_and_goes_all_end_once_and_no_place_is_lost(data: st.DataObject) -> None:
     places = data.draw(st.sampled_from([1, 2, 4, 8]))
     config = replace(SMALL, max_num_seqs=places, max_num_batched_tokens=places + 16)
     engine, runner = scripted(config)
@@ -500,13 +500,13 @@ def test_whatever_comes_and_goes_all_end_once_and_no_slot_is_lost(data: st.DataO
             data.draw(st.sampled_from(live)).is_abandoned = True
         else:
             collector.take(engine.step())
-        assert runner.num_slots_used <= places
+        assert runner.num_placed <= places
     drain(engine, collector)
     for seq in live:
         assert len(collector[seq].terminals) == 1
         if not seq.is_warm_up and not seq.is_abandoned:
             assert seq.output_token_ids == script(seq)[:8]
-    assert (runner.num_slots_used, runner.held) == (0, set())
+    assert (runner.num_placed, runner.held) == (0, set())
 
 
 # From text to tokens
@@ -632,7 +632,7 @@ async def test_a_warm_up_returns_once_it_is_computed() -> None:
         await front.warm(text_request(LONG))
         warmed = front.stats().warm_up_tokens_total
         assert warmed > len(LONG)
-        assert runner.num_slots_used == 0
+        assert runner.num_placed == 0
         tokens, terminal = await answer(front, text_request(LONG + "Done."))
         assert terminal.usage.cached_tokens == warmed
         assert len(tokens) == 6
@@ -687,7 +687,7 @@ async def test_too_many_at_once_give_up_quietly() -> None:
         await asyncio.to_thread(gate.entered.wait, WAIT_S)
         gate.open()
         await asyncio.gather(*calls)
-        assert runner.num_slots_used == 0
+        assert runner.num_placed == 0
 
 
 async def test_whoever_waits_for_one_is_let_go_when_the_engine_closes() -> None:

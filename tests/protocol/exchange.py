@@ -11,10 +11,7 @@ import time
 
 from protocol.codec import decode_server
 from protocol.errors import InvalidFrame, ResumeExpired, ServingError
-from protocol.frames import Anchor, ErrorFrame, Frame, InferAck, InferChunk, InferDone, InputState
-from protocol.graphemes import GraphemeGate
-from protocol.parse import inference_request
-from protocol.session import (
+from protocol.events import (
     CLOSE_CODES,
     CancelRequest,
     Close,
@@ -25,10 +22,12 @@ from protocol.session import (
     ReceiveRequest,
     ResumeRequest,
     Send,
-    Session,
-    SessionLimits,
     StartRequest,
 )
+from protocol.frames import Anchor, ErrorFrame, Frame, InferAck, InferChunk, InferDone, InputState
+from protocol.graphemes import GraphemeGate
+from protocol.parse import inference_request
+from protocol.session import Session, SessionLimits
 from protocol.token_log import TokenDelta
 from tests.protocol.fakes import MISS, STOP, FakeClock, hello
 

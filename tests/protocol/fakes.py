@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from protocol.events import Event, Send
 from protocol.frames import Hello
-from protocol.session import Event, Send, Session, SessionLimits
+from protocol.session import Session, SessionLimits
 from protocol.token_log import CacheOutcome, Terminal, TokenDelta, Usage
 
 MISS = CacheOutcome()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from protocol.credit import Credit
 from protocol.errors import InvalidRequest
-from protocol.session import HIGH_WINDOW, GrantCredit, Session
+from protocol.events import GrantCredit
+from protocol.session import HIGH_WINDOW, Session
 from protocol.token_log import TokenDelta
 from tests.protocol.fakes import (
     MISS,

@@ -9,8 +9,8 @@ import pytest
 
 from protocol.codec import CLIENT_FRAMES, SERVER_FRAMES, encode
 from protocol.errors import ERROR_BY_CODE
+from protocol.events import CLOSE_CODES
 from protocol.frames import InferChunk, InferReq, Resume
-from protocol.session import CLOSE_CODES
 from protocol.token_log import TokenDelta
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text("utf-8")

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.codec import CLIENT_FRAMES, encode
+from protocol.events import Close, StartRequest
 from protocol.frames import InputChunk
 from protocol.parse import inference_request
-from protocol.session import Close, SessionLimits, StartRequest
+from protocol.session import SessionLimits
 from protocol.strict_json import MAX_CONTAINERS
 from tests.protocol import exchange
 from tests.protocol.exchange import SEPARATOR, case_of, messages_of, play

@@ -10,17 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.events import CancelRequest, EndRequest, InputArrived, ReceiveRequest, StartRequest
 from protocol.frames import InferReq
 from protocol.input_buffer import InputBuffer
 from protocol.parse import inference_request
-from protocol.session import (
-    CancelRequest,
-    EndRequest,
-    InputArrived,
-    ReceiveRequest,
-    Session,
-    StartRequest,
-)
+from protocol.session import Session
 from protocol.token_log import Terminal
 from tests.protocol.fakes import (
     MISS,

@@ -10,6 +10,17 @@ from hypothesis import strategies as st
 
 from protocol.codec import CLIENT_FRAMES, SERVER_FRAMES, encode
 from protocol.errors import InternalError, InvalidRequest
+from protocol.events import (
+    CLOSE_CODES,
+    CancelRequest,
+    Close,
+    GrantCredit,
+    InputArrived,
+    ReceiveRequest,
+    ResumeRequest,
+    Send,
+    StartRequest,
+)
 from protocol.frames import (
     Ack,
     Anchor,
@@ -29,24 +40,8 @@ from protocol.frames import (
     Pong,
     Resume,
 )
-from protocol.session import (
-    CLOSE_CODES,
-    TRANSITIONS,
-    Action,
-    CancelRequest,
-    Close,
-    ConnectionState,
-    GrantCredit,
-    InputArrived,
-    ReceiveRequest,
-    RequestState,
-    ResumeRequest,
-    Send,
-    Session,
-    SessionLimits,
-    StartRequest,
-    State,
-)
+from protocol.session import Session, SessionLimits
+from protocol.states import TRANSITIONS, Action, ConnectionState, RequestState, State
 from protocol.token_log import CacheOutcome, Terminal, TokenDelta
 from tests.protocol.fakes import (
     MISS,

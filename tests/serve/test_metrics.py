@@ -95,6 +95,19 @@ def test_each_model_replica_is_told_apart() -> None:
     assert rows(samples, "replica_admission_wait_seconds") == {("m-1",): 0, ("m-2",): 0.5}
 
 
+def test_the_blocks_of_the_kv_memory_are_told_by_what_they_hold() -> None:
+    model = engine("m-1", kv_blocks_total=10, kv_blocks_used=3, kv_blocks_cached=5)
+    samples = samples_of(GraphStats(models=[model, {"replica": "m-2"}]))
+    assert rows(samples, "replica_kv_blocks") == {
+        ("m-1", "used"): 3,
+        ("m-1", "cached"): 5,
+        ("m-1", "empty"): 2,
+        ("m-2", "used"): 0,
+        ("m-2", "cached"): 0,
+        ("m-2", "empty"): 0,
+    }
+
+
 def test_each_ingress_counts_its_own_requests() -> None:
     requests = {
         "live": 2,

@@ -1,0 +1,63 @@
+"""Packed products: near the exact ones, and each row the same whatever is computed with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deployments.engine.linears import (
+    BFloat16Linear,
+    Float32Linear,
+    Int8Linear,
+    Linear,
+    supports_int8,
+)
+
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 32, 33, 64, 100, 129)
+KINDS = [
+    pytest.param(BFloat16Linear, 0.01, id="bfloat16"),
+    pytest.param(Float32Linear, 1e-5, id="float32"),
+    pytest.param(
+        Int8Linear,
+        0.02,
+        id="int8",
+        marks=pytest.mark.skipif(not supports_int8(), reason="no FBGEMM here"),
+    ),
+]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("kind", "tolerance"), KINDS)
+def test_products_are_near_the_exact_ones(
+    kind: type[Linear], tolerance: float, has_bias: bool
+) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(96, 64), torch.randn(9, 64)
+    bias = torch.randn(96) if has_bias else None
+    linear = kind(weight, bias)  # type: ignore[call-arg]
+    got = linear(x.to(linear.activation_dtype)).float()
+    expected = torch.nn.functional.linear(x, weight, bias)
+    assert ((got - expected).norm() / expected.norm()).item() < tolerance
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), KINDS)
+@pytest.mark.parametrize(("columns", "rows"), [(576, 960), (1536, 576), (64, 320)])
+def test_a_row_does_not_depend_on_its_company(
+    kind: type[Linear], tolerance: float, columns: int, rows: int
+) -> None:
+    torch.manual_seed(1)
+    linear = kind(torch.randn(rows, columns) * 0.03, None)  # type: ignore[call-arg]
+    x = torch.randn(160, columns).to(linear.activation_dtype)
+    # One that would spoil a scale that all rows share.
+    x[150] *= 1e4
+    together = linear(x)
+    for n in ROWS:
+        assert torch.equal(linear(x[:n]), together[:n]), n
+        assert torch.equal(linear(x[11 : 11 + n]), together[11 : 11 + n]), n
+
+
+@pytest.mark.skipif(not supports_int8(), reason="no FBGEMM here")
+def test_rows_of_zeros_stay_zeros_in_8_bits() -> None:
+    linear = Int8Linear(torch.randn(32, 16), None)
+    got = linear(torch.zeros(2, 16))
+    assert got.abs().max() < 1e-15
