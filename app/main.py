@@ -67,13 +67,18 @@ def dev(args: dict[str, Any]) -> Application:
     return app({"model": {"backend": "mock"}, "cache": cache} | args)
 
 
+def _revision(folder: ModelFolder, quantization: str) -> str:
+    """What gives the same answers: neither the cache nor a resumed stream may mix two of them."""
+    return folder.revision if quantization == "none" else f"{folder.revision}-{quantization}"
+
+
 def _model(settings: Settings) -> Application:
     model = settings.model
-    folder = _prepared(settings, model.name) if model.backend != "mock" else None
     if model.backend == "vllm" and importlib.util.find_spec("vllm") is None:
         raise SettingsError(
             "model.backend is vllm, which is not installed: pip install 'seedance[vllm]'"
         )
+    folder = _prepared(settings, model.name) if model.backend != "mock" else None
     context_length = 8192 if folder is None else folder.context_length
     try:
         config = EngineConfig(
@@ -87,6 +92,8 @@ def _model(settings: Settings) -> Application:
             max_model_len=min(model.max_model_len or context_length, context_length),
             device=model.device,
             dtype=model.dtype,
+            quantization=model.quantization,
+            kv_cache_gib=model.kv_cache_gib,
             num_threads=model.num_threads,
             cuda_graphs=model.cuda_graphs,
             compile=model.compile,
@@ -96,7 +103,7 @@ def _model(settings: Settings) -> Application:
     spec = ModelSpec(
         info=ModelInfo(
             id=model.served_name or (MOCK_MODEL if folder is None else folder.name),
-            revision="mock" if folder is None else folder.revision,
+            revision="mock" if folder is None else _revision(folder, model.quantization),
             context_length=context_length,
             created=0 if folder is None else folder.created,
             backend=model.backend,

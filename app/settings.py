@@ -57,6 +57,10 @@ class ModelSettings(_Section):
     """`auto`, `cpu`, `cuda` or `cuda:N`; auto is CUDA where there is any."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights; auto is bfloat16 where the hardware computes it, else float32."""
+    quantization: Literal["none", "int8"] = "none"
+    """`int8`: on an x86 CPU, weights and products of 8 bits; faster, and nearly the same answers."""
+    kv_cache_gib: float | None = Field(default=None, gt=0, le=1_000_000)
+    """KV memory of one replica at the most; null: half of the machine's, up to 8 GiB, or most of a GPU's."""
     cuda_graphs: bool = True
     """On CUDA: record the steps that only decode and play them back."""
     compile: bool = False
@@ -88,10 +92,14 @@ class ModelSettings(_Section):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        if self.backend == "vllm" and self.device != "auto":
-            raise PydanticCustomError(
-                "backend", "backend vllm takes device auto, not {device}", {"device": self.device}
-            )
+        for name, only in (("device", "auto"), ("quantization", "none")):
+            value = getattr(self, name)
+            if self.backend == "vllm" and value != only:
+                raise PydanticCustomError(
+                    "backend",
+                    "{name} is {value}, backend vllm takes {only}",
+                    {"name": name, "value": value, "only": only},
+                )
         return self
 
 

@@ -14,6 +14,7 @@ if [ -z "$python" ]; then
   if [ -x .venv/bin/python ]; then python=.venv/bin/python; else python=python3; fi
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export TQDM_DISABLE=1
 
 if ! "$python" -c 'import torch' 2>/dev/null; then
   echo "gpu check: $python has no torch: name an interpreter that has Seedance's requirements"

@@ -32,6 +32,10 @@ class BatchPeer:
     def close(self) -> None:
         self._waiting.put(None)
 
+    def join(self) -> None:
+        """Waits until all batches before `close` are answered."""
+        self._thread.join()
+
     def _run_batches(self) -> None:
         while (first := self._waiting.get()) is not None:
             batch = self._gather(first)

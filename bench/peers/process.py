@@ -9,7 +9,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 STOPPED_WITHIN_S = 15.0
 LOG_LINES = 6
 LINE_LIMIT = 2**20
+TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 
 
 class WorkerFailed(Exception):
@@ -57,6 +58,17 @@ def worker_command(spec: EngineSpec) -> list[str]:
         "--precision", spec.precision,
         "--max-seqs", str(spec.max_seqs),
     ]  # fmt: skip
+
+
+def worker_environment(spec: EngineSpec) -> dict[str, str]:
+    """What a worker's environment has beside this one's."""
+    environment = {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    if spec.module == "vllm":
+        # As its installation guide wants it, where they are.
+        wanted = [Path(spec.python).parent.parent / "lib" / "libiomp5.so", TCMALLOC]
+        if found := [str(library) for library in wanted if library.exists()]:
+            environment["LD_PRELOAD"] = ":".join(found)
+    return environment
 
 
 @dataclass
@@ -103,6 +115,7 @@ class Worker:
         cls,
         command: Sequence[str],
         *,
+        environment: Mapping[str, str] | None = None,
         cores: Sequence[int] = (),
         ready_within_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
@@ -110,6 +123,7 @@ class Worker:
         """Starts a worker in a group of its own.
 
         Args:
+            environment: beside this process's.
             cores: it may run on; none: on all that this process may use.
 
         Raises:
@@ -127,9 +141,10 @@ class Worker:
                 stderr=log,
                 limit=LINE_LIMIT,
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
+                env={**os.environ, **(environment or {})},
             )
         except OSError as exc:
+            log.close()
             raise WorkerFailed(f"{command[0]} does not start: {exc}") from exc
         if cores:
             os.sched_setaffinity(process.pid, cores)
@@ -259,6 +274,7 @@ class Fleet:
         starts = [
             Worker.start(
                 worker_command(spec),
+                environment=worker_environment(spec),
                 cores=_part(here, index, spec.threads) if spec.processes > 1 else (),
                 ready_within_s=ready_within_s,
             )

@@ -219,13 +219,17 @@ class StepAttention:
         mask = position < lens
         if form.window is not None:
             mask &= position >= lens - form.window
+        num_heads, num_kv_heads = query.shape[1], keys.shape[1]
+        # Heads that share their keys attend as queries of one head: grouped heads under a mask
+        # have no fast kernel on CUDA.
+        shared = num_heads // num_kv_heads if form.is_plain else 1
         attended = form.attend(
-            query[0, :, :n].transpose(0, 1).unsqueeze(2),
+            query[0, :, :n].transpose(0, 1).reshape(n, num_heads // shared, shared, -1),
             row_keys.transpose(1, 2),
             row_values.transpose(1, 2),
             mask[:, None, None, :],
         )
-        out[:n] = attended[:, :, 0]
+        out[:n] = attended.flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -237,9 +241,17 @@ class _Form:
     softcap: float | None
     sinks: Tensor | None
 
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """(B, heads, Q, D) queries over (B, kv heads, L, D); `mask` is True where attended."""
-        if self.softcap is None and self.sinks is None:
+        if self.is_plain:
+            shared = query.shape[1] // keys.shape[1]
+            if query.is_cuda and mask is not None and shared > 1:
+                keys = keys.repeat_interleave(shared, dim=1)
+                values = values.repeat_interleave(shared, dim=1)
             return scaled_dot_product_attention(
                 query,
                 keys,

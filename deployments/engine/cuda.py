@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -333,11 +334,12 @@ def to_host(*tensors: Tensor) -> list[Any]:
     return _result_copy(device).fetch(tensors)
 
 
-def to_device(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor of numbers on a device, without waiting for it."""
+def to_device(numbers: list[Any] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor on a device, without waiting for it."""
+    tensor = torch.as_tensor(numbers, dtype=dtype)
     if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def compile_model(model: Any, backend: str = "inductor") -> Any:

@@ -1,8 +1,8 @@
 """Matrix products with weights that are packed once for the CPU.
 
 Each row of a result is equal to the last bit whatever rows are computed with it. For oneDNN's
-packed kernels that was measured, from 1 to 300 rows in bfloat16, from 2 on in float32, where one
-row gets company; int8 sums whole numbers, which no order changes.
+packed kernels that was measured, from 2 to 300 rows: one alone is rounded otherwise, and gets
+company. int8 sums whole numbers, which no order changes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from deployments.engine import kernels
+
+LEAST_ROWS = 2
 
 
 class Linear(Protocol):
@@ -32,7 +34,6 @@ class BFloat16Linear:
     """Weights in oneDNN's own layout."""
 
     activation_dtype = torch.bfloat16
-    _least_rows = 1
     # For how many rows it is laid out. 1 and 32 measured alike, no number 40 % slower.
     _packed_for: int | None = 32
 
@@ -44,8 +45,8 @@ class BFloat16Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         num_rows = x.shape[0]
-        if num_rows < self._least_rows:
-            x = torch.cat([x, x.new_zeros(self._least_rows - num_rows, x.shape[1])])
+        if num_rows < LEAST_ROWS:
+            x = torch.cat([x, x.new_zeros(LEAST_ROWS - num_rows, x.shape[1])])
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._packed, self._bias, "none", [], ""
         )
@@ -56,7 +57,6 @@ class Float32Linear(BFloat16Linear):
     """The same in float32: half of the time that plain weights take for 4 rows."""
 
     activation_dtype = torch.float32
-    _least_rows = 2
     _packed_for = None
 
 

@@ -22,6 +22,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from deployments.engine.attention import Piece, Row, StepAttention, StepLayout
 from deployments.engine.blocks import BlockPool
 from deployments.engine.config import EngineConfig
+from deployments.engine.cuda import (
+    DecodeBatch,
+    DecodeGraphs,
+    DecodeInputs,
+    PinnedStaging,
+    Record,
+    compile_model,
+    uncompiled,
+)
 from deployments.engine.kv_cache import KVCache, fit_pool
 from deployments.engine.scheduler import ScheduledRow, StepPlan
 from deployments.engine.sequence import Sequence
@@ -147,11 +156,18 @@ class ModelRunner:
         self._attention_name = f"seedance_{id(self.attention):x}"
         # A name without a registered mask function makes transformers build no mask at all.
         # Item assignment, not `register`, because only an item can be taken out again.
-        ALL_ATTENTION_FUNCTIONS[self._attention_name] = self.attention
+        ALL_ATTENTION_FUNCTIONS[self._attention_name] = (
+            uncompiled(self.attention) if config.compile else self.attention
+        )
         self._model.set_attn_implementation(self._attention_name)
         self._max_num_seqs = config.max_num_seqs
+        self._max_decodes = max(config.max_num_seqs, config.max_speculative_rows)
+        self._staging = PinnedStaging(self._device)
+        self._records_decodes = self._is_cuda and config.cuda_graphs
+        self._graphs: DecodeGraphs | None = None
         self._build_cache(config)
         self.attention.cache = self.cache
+        self._forward = compile_model(model) if self._is_cuda and config.compile else model
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig) -> ModelRunner:
@@ -197,15 +213,40 @@ class ModelRunner:
         # The number of OpenMP threads belongs to the calling thread.
         torch.set_num_threads(self._num_threads)
         self._check_packing()
+        if self._records_decodes:
+            self.record_decodes()
+
+    @torch.inference_mode()
+    def record_decodes(self, record: Record | None = None) -> None:
+        """Records the steps that only decode; before any sequence is placed.
+
+        Args:
+            record: None makes CUDA graphs.
+        """
+        graphs = DecodeGraphs(
+            self._decode,
+            self._staging,
+            self._device,
+            max_rows=self._max_decodes,
+            max_columns=-(-self.max_model_len // self._block),
+            record=record,
+        )
+        graphs.record_all()
+        self.cache.scrub([0])
+        self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
+        if self._graphs is not None and (batch := self._decode_batch(plan)) is not None:
+            played = self._graphs.run(batch)
+            if played is not None:
+                return played.float()
         layout, token_ids, positions, sampled_at = self._stage(plan)
         self.attention.begin(layout)
         kwargs: dict[str, Any] = {"input_ids": token_ids, "position_ids": positions}
         if self._takes_logits_to_keep:
             kwargs["logits_to_keep"] = sampled_at
-        logits: Tensor = self._model(**kwargs, use_cache=False).logits[0]
+        logits: Tensor = self._forward(**kwargs, use_cache=False).logits[0]
         if not self._takes_logits_to_keep:
             logits = logits[sampled_at]
         return logits[: len(plan.sampled_at)].float()
@@ -227,7 +268,32 @@ class ModelRunner:
     def close(self) -> None:
         ALL_ATTENTION_FUNCTIONS.pop(self._attention_name, None)
         self.attention.cache = None
-        del self._model, self.cache
+        self._graphs = None
+        del self._model, self._forward, self.cache
+
+    def _decode_batch(self, plan: StepPlan) -> DecodeBatch | None:
+        """A plan of nothing but single tokens, each with logits; None for any other."""
+        if not all(row.is_decode and row.is_sampled for row in plan.rows):
+            return None
+        batch = DecodeBatch([], [], [], [], [])
+        for row in plan.rows:
+            blocks = self.pool.blocks(row.seq)[: -(-row.end // self._block)]
+            for token_id, at in zip(row.token_ids, range(row.start, row.end), strict=True):
+                batch.token_ids.append(token_id)
+                batch.positions.append(at)
+                batch.locations.append(blocks[at // self._block] * self._block + at % self._block)
+                batch.blocks.append(blocks)
+                batch.lens.append(at + 1)
+        return batch
+
+    def _decode(self, inputs: DecodeInputs) -> Tensor:
+        """The forward of a step that only decodes: (rows, V) logits."""
+        longest = inputs.tables.shape[1] * self._block
+        self.attention.begin(StepLayout([], inputs.locations, inputs.tables, inputs.lens, longest))
+        found: Tensor = self._forward(
+            input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False
+        ).logits[0]
+        return found
 
     def _stage(self, plan: StepPlan) -> tuple[StepLayout, Tensor, Tensor, Tensor]:
         """Packs a plan; one host-to-device copy for all of its numbers.
@@ -319,9 +385,7 @@ class ModelRunner:
         return pieces
 
     def _to_device(self, columns: list[list[int]]) -> list[Tensor]:
-        packed = torch.tensor([number for column in columns for number in column])
-        if self._is_cuda:
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        packed = self._staging.send([number for column in columns for number in column])
         ends = accumulate(len(column) for column in columns)
         return [packed[end - len(column) : end] for column, end in zip(columns, ends, strict=True)]
 
@@ -343,7 +407,7 @@ class ModelRunner:
         self.pool = BlockPool(
             size.num_blocks,
             self._block,
-            extent=EXTENT,
+            extent=0 if self._is_cuda else EXTENT,
             # On a CPU tokens of an answer attend alone and round differently.
             keeps_answers=self._is_cuda,
             # On CUDA all of the memory is taken at once.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits
 
+from deployments.engine.cuda import to_device
 from deployments.engine.tokenizer import ChatTokenizer
 from protocol.errors import InternalError, InvalidRequest
 
@@ -53,7 +54,7 @@ class Grammar:
         allowed[: known.shape[0]] = known
         if not allowed.any():
             raise InternalError("response_format leaves no token that could follow")
-        logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), float("-inf"))
+        logits.masked_fill_(to_device(~allowed, torch.bool, logits.device), float("-inf"))
 
     def accept(self, token_id: int) -> None:
         """Takes the token that was picked from the masked logits.

@@ -29,6 +29,7 @@ from deployments.engine.admission import Admission, FairQueue
 from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Emission, EngineStats, deadline_exceeded, internal_error
 from deployments.engine.front import EngineFront
+from deployments.engine.guard import ProcessGuard, child_pids
 from deployments.engine.output import AnswerText
 from deployments.engine.sampler import LEAST_LOGPROB, Logprobs, SampledToken
 from deployments.engine.sequence import Sequence, SequenceState
@@ -108,8 +109,11 @@ def build_vllm_engine(folder: Path, config: EngineConfig) -> VllmEngine:
     """
     api = load_vllm()
     tokenizer = ChatTokenizer.load(folder)
+    before = child_pids()
     client = api.async_llm.from_engine_args(api.engine_args(**engine_arguments(folder, config)))
-    return VllmEngine(client, api, tokenizer, config)
+    # They outlive a killed parent, and keep its GPU.
+    guard = ProcessGuard(child_pids() - before)
+    return VllmEngine(client, api, tokenizer, config, guard=guard)
 
 
 def engine_arguments(folder: Path, config: EngineConfig) -> dict[str, Any]:
@@ -198,6 +202,7 @@ class VllmEngine(EngineFront):
 
     Args:
         client: used by nobody else.
+        guard: over its processes.
     """
 
     def __init__(
@@ -209,11 +214,13 @@ class VllmEngine(EngineFront):
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        guard: ProcessGuard | None = None,
         health_period_s: float = HEALTH_PERIOD_S,
     ) -> None:
         super().__init__(tokenizer, config, clock, rng)
         self._client = client
         self._api = api
+        self._guard = guard
         self._health_period_s = health_period_s
         self._admission = Admission(config, clock)
         self._queue = FairQueue()
@@ -267,7 +274,10 @@ class VllmEngine(EngineFront):
         if self._watch_task is not None:
             self._watch_task.cancel()
             await asyncio.wait([self._watch_task])
-        await asyncio.to_thread(self._client.shutdown)
+        # In one go with the event loop's own work, which would take the end of the process for a death.
+        self._client.shutdown()
+        if self._guard is not None:
+            self._guard.dismiss()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _rehearse(self) -> None:

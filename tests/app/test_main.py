@@ -31,6 +31,14 @@ def test_a_model_that_is_not_prepared_is_named_with_the_way_to_get_it(tmp_path: 
             build({"home": str(tmp_path), **args})
 
 
+def test_a_backend_that_is_not_installed_is_named_with_the_way_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"pip install 'seedance\[vllm\]'"):
+        build({"home": str(tmp_path), "model": {"backend": "vllm"}})
+
+
 def test_values_that_do_not_go_together_are_named(tmp_path: Path) -> None:
     model = {"backend": "mock", "max_num_seqs": 600}
     with pytest.raises(SettingsError, match=r"model: max_num_batched_tokens is 384.*856"):

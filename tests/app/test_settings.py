@@ -204,3 +204,10 @@ def test_several_cache_replicas_need_a_store_to_share() -> None:
     for cache in ({"store": {"kind": "memory"}}, {"cold_bytes": 0}):
         assert "num_replicas is 2" in refusal("cache", {"num_replicas": 2, **cache})
     assert parse_settings({"cache": {"num_replicas": 2}}).cache.num_replicas == 2
+
+
+@pytest.mark.parametrize(("key", "value"), [("device", "cpu"), ("quantization", "int8")])
+def test_what_vllm_decides_itself_is_not_set(key: str, value: str) -> None:
+    named = refusal("model", {"backend": "vllm", key: value})
+    assert f"{key} is {value}, backend vllm takes" in named
+    assert parse_settings({"model": {key: value}}).model.backend == "transformers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -304,6 +305,28 @@ def test_sequences_that_grow_side_by_side_keep_adjacent_blocks() -> None:
         for seq in seqs:
             assert pool.reserve(seq, end)
     assert all(is_run(pool.blocks(seq)) for seq in seqs)
+
+
+def test_most_sequences_find_adjacent_blocks_where_all_memory_holds_prefixes() -> None:
+    rng = random.Random(1)
+    pool = BlockPool(1024, 4, keeps_answers=True, extent=16)
+    live: list[tuple[Sequence, int]] = []
+    runs = []
+    for number in range(600):
+        seq = prompt([number, *range(rng.randrange(8, 80))])
+        run(pool, seq)
+        live.append((seq, seq.num_tokens + rng.randrange(4, 40)))
+        while len(live) == 8:
+            for other, end in list(live):
+                assert pool.reserve(other, other.num_tokens + 1)
+                other.output_token_ids.append(1)
+                if other.num_tokens == end:
+                    runs.append(is_run(pool.blocks(other)))
+                    live.remove((other, end))
+                    other.num_computed_tokens = end
+                    pool.free(other, keep=True)
+    assert pool.num_kept > 700
+    assert sum(runs[-200:]) > 180
 
 
 def test_a_hole_is_filled_before_new_ground_is_taken() -> None:

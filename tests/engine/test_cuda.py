@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deployments.engine.cuda import (
     LEAST_NUMBERS,
@@ -22,11 +26,22 @@ from deployments.engine.cuda import (
     Recording,
     batch_sizes,
     column_counts,
+    compile_model,
     to_device,
     to_host,
 )
+from deployments.engine.engine import Engine
+from deployments.engine.runner import ModelRunner
+from deployments.engine.sampler import Sampler
+from deployments.engine.scheduler import ScheduledRow, StepPlan
+from tests.engine import tiny_models
+from tests.engine.fakes import SMALL, TOKENIZER, run_to_end, sequence
 
 CPU = torch.device("cpu")
+CONFIG = replace(SMALL, speculative_tokens=0)
+PROMPTS = [
+    [(7 * i + n) % 250 + 3 for i in range(length)] for n, length in enumerate((1, 5, 17, 30))
+]
 
 
 def batch(*rows: tuple[int, int, list[int]]) -> DecodeBatch:
@@ -219,3 +234,209 @@ def test_tensors_come_to_the_host_as_lists() -> None:
 def test_numbers_become_a_tensor_on_the_device() -> None:
     made = to_device([1.0, 2.0], torch.float32, CPU)
     assert (made.tolist(), made.dtype) == ([1.0, 2.0], torch.float32)
+
+
+# In the runner
+
+
+def answers(runner: ModelRunner, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
+    """Greedy answers, all at once."""
+    engine = Engine(runner, TOKENIZER, CONFIG)
+    seqs = [sequence(prompt, max_tokens=12, **sampling) for prompt in prompts]
+    run_to_end(engine, *seqs)
+    return [seq.output_token_ids for seq in seqs]
+
+
+@contextmanager
+def running(family: str, device: str = "cpu", **config: Any) -> Iterator[ModelRunner]:
+    runner = ModelRunner(
+        tiny_models.build(family).to(device), replace(CONFIG, device=device, **config)
+    )
+    runner.warm_up()
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt2", "mistral with a window", "mixtral", "gpt-oss"]
+)
+def test_decoding_steps_that_are_played_back_change_no_answer(family: str) -> None:
+    with running(family) as plain:
+        expected = answers(plain, PROMPTS)
+    with running(family) as runner:
+        recorder = Recorder()
+        runner.attention.is_decode_batched = True
+        runner.record_decodes(recorder)
+        assert answers(runner, PROMPTS) == expected
+        assert recorder.num_replays > 0
+
+
+class NoValueAsked(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where a number on the device decides what the host does next."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func.overloadpacket.__name__ not in {"_local_scalar_dense", "nonzero", "is_nonzero"}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mistral with a window"])
+def test_a_step_asks_the_device_for_no_value(family: str) -> None:
+    with running(family) as runner:
+        runner.attention.is_decode_batched = True
+        seqs = [sequence(prompt) for prompt in PROMPTS]
+        for seq in seqs:
+            runner.place(seq)
+            assert runner.reserve(seq, seq.num_tokens + 1)
+        prefill, *decodes = seqs
+        runner.run(StepPlan(tuple(ScheduledRow(seq, 0, seq.num_tokens) for seq in decodes)))
+        for seq in decodes:
+            seq.output_token_ids.append(5)
+        rows = [ScheduledRow(seq, seq.num_tokens - 1, seq.num_tokens) for seq in decodes]
+        rows.append(ScheduledRow(prefill, 0, prefill.num_tokens))
+        with NoValueAsked():  # type: ignore[no-untyped-call]
+            runner.run(StepPlan(tuple(rows)))
+
+
+def test_drafts_are_rows_of_a_step_that_is_played_back() -> None:
+    prompts = [[5, 6, 7, 8] * 5, [9, 3] * 9]
+    with running("llama") as plain:
+        expected = answers(plain, prompts)
+    with running("llama") as runner:
+        recorder = Recorder()
+        runner.attention.is_decode_batched = True
+        runner.record_decodes(recorder)
+        engine = Engine(runner, TOKENIZER, replace(CONFIG, speculative_tokens=3))
+        seqs = [sequence(prompt, max_tokens=12) for prompt in prompts]
+        run_to_end(engine, *seqs)
+        assert [seq.output_token_ids for seq in seqs] == expected
+        assert engine.stats().draft_tokens_total > 0
+        assert recorder.num_replays > 0
+
+
+def test_a_compiled_forward_gives_the_same_answers_and_is_compiled_once_for_all_steps() -> None:
+    with running("llama") as plain:
+        expected = answers(plain, PROMPTS)
+    counters = torch._dynamo.utils.counters
+    with running("llama", compile=True) as runner:
+        runner._forward = compile_model(runner._model, backend="eager")
+        assert answers(runner, PROMPTS) == expected
+        before = counters["frames"]["ok"]
+        assert answers(runner, [prompt[::-1] for prompt in PROMPTS])
+        assert counters["frames"]["ok"] == before
+
+
+# On a device
+
+
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Makes torch raise where the host waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class TestOnADevice:
+    pytestmark = on_a_gpu
+
+    @pytest.mark.parametrize("cuda_graphs", [True, False])
+    @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mistral with a window"])
+    def test_greedy_answers_are_those_of_the_cpu(self, family: str, cuda_graphs: bool) -> None:
+        with running(family) as plain:
+            expected = answers(plain, PROMPTS)
+        with running(family, "cuda", cuda_graphs=cuda_graphs) as runner:
+            assert answers(runner, PROMPTS) == expected
+
+    def test_decoding_steps_are_played_back(self) -> None:
+        with running("llama", "cuda") as runner:
+            graphs = runner._graphs
+            assert graphs is not None
+            assert graphs.shapes
+            assert graphs.run(DecodeBatch([1], [0], [0], [[0]], [1])) is not None
+
+    @pytest.mark.parametrize("cuda_graphs", [True, False])
+    def test_the_host_waits_for_nothing_in_a_step(self, cuda_graphs: bool) -> None:
+        with running("llama", "cuda", cuda_graphs=cuda_graphs) as runner:
+            seqs = [sequence(prompt) for prompt in PROMPTS[:3]]
+            for seq in seqs:
+                runner.place(seq)
+                assert runner.reserve(seq, seq.num_tokens + 4)
+            runner.run(StepPlan(tuple(ScheduledRow(seq, 0, seq.num_tokens) for seq in seqs)))
+            for seq in seqs:
+                seq.num_computed_tokens = seq.num_tokens
+                seq.output_token_ids.append(5)
+            plan = StepPlan(
+                tuple(ScheduledRow(seq, seq.num_tokens - 1, seq.num_tokens) for seq in seqs)
+            )
+            newcomer = sequence([7] * 9)
+            runner.place(newcomer)
+            assert runner.reserve(newcomer, 9)
+            mixed = StepPlan((*plan.rows, ScheduledRow(newcomer, 0, 9)))
+            with no_waiting():
+                runner.run(plan)
+                runner.run(mixed)
+
+    def test_what_is_copied_from_is_pinned(self) -> None:
+        staging = PinnedStaging(torch.device("cuda"))
+        sent = staging.send([1, 2, 3])
+        assert all(buffer.host.is_pinned() for buffer in staging._buffers)
+        assert sent.tolist() == [1, 2, 3]
+
+    def test_memory_is_not_filled_again_before_it_was_copied(self) -> None:
+        staging = PinnedStaging(torch.device("cuda"))
+        sent = [[n] * 4000 for n in range(50)]
+        torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+        arrived = [staging.send(numbers) for numbers in sent]
+        assert [tensor.tolist() for tensor in arrived] == sent
+
+    def test_results_come_back_in_one_wait_whatever_their_kind(self) -> None:
+        ids = torch.arange(5, device="cuda")
+        values = torch.linspace(0, 1, 6, device="cuda").view(2, 3)
+        with no_waiting():
+            got = to_host(ids, values, ids > 2)
+        assert got == [ids.tolist(), values.tolist(), (ids > 2).tolist()]
+
+    def test_sampled_answers_are_those_of_the_cpu(self) -> None:
+        logits = torch.randn(len(PROMPTS), TOKENIZER.vocab_size, generator=torch.manual_seed(3)) * 4
+        kinds: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}]
+        seqs = [sequence(seed=n, temperature=0.8, **kind) for n, kind in enumerate(kinds)]
+        expected = [token.token_id for token in Sampler().sample(logits, seqs) if token]
+        drawn = [token.token_id for token in Sampler().sample(logits.cuda(), seqs) if token]
+        assert drawn == expected
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            {},
+            {"logprobs": 3},
+            {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01},
+            {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "logit_bias": {4: 2.0}},
+            {"min_tokens": 3},
+        ],
+        ids=str,
+    )
+    def test_the_host_waits_for_a_steps_tokens_only(self, sampling: dict[str, Any]) -> None:
+        logits = torch.randn(3, TOKENIZER.vocab_size, device="cuda")
+        seqs = [sequence(**sampling) for _ in range(3)]
+        Sampler().sample(logits, seqs)
+        with no_waiting():
+            Sampler().sample(logits, seqs)
+
+    def test_a_compiled_forward_gives_the_same_answers(self) -> None:
+        with running("llama", "cuda") as plain:
+            expected = answers(plain, PROMPTS)
+        with running("llama", "cuda", compile=True) as runner:
+            assert answers(runner, PROMPTS) == expected

@@ -52,7 +52,7 @@ class NotingRunner(ScriptedRunner):
 def script(seq: Sequence) -> list[int]:
     """Repeats itself, so that drafts are right now and then."""
     start = sum(seq.prompt_token_ids)
-    return [(start + i % 5) % 250 for i in range(120)]
+    return [(start + i % 5) % 250 for i in range(SMALL.max_model_len)]
 
 
 def scripted(config: Any) -> tuple[Engine, NotingRunner]:

@@ -81,6 +81,7 @@ def test_each_model_replica_is_told_apart() -> None:
             models=[
                 engine("m-1", running=2, waiting=1, tokens=70, prompt_tokens_total=5),
                 engine("m-2", running=3, generated_tokens_total=10, steps_total=4)
+                | {"draft_tokens_total": 6, "accepted_tokens_total": 5}
                 | {"admission_batch_size": 17, "admission_wait_s": 0.5},
             ]
         )
@@ -91,6 +92,8 @@ def test_each_model_replica_is_told_apart() -> None:
     assert rows(samples, "replica_prompt_tokens_total") == {("m-1",): 5, ("m-2",): 0}
     assert rows(samples, "replica_generated_tokens_total") == {("m-1",): 0, ("m-2",): 10}
     assert rows(samples, "replica_steps_total") == {("m-1",): 0, ("m-2",): 4}
+    assert rows(samples, "replica_draft_tokens_total") == {("m-1",): 0, ("m-2",): 6}
+    assert rows(samples, "replica_accepted_tokens_total") == {("m-1",): 0, ("m-2",): 5}
     assert rows(samples, "replica_admission_batch_size") == {("m-1",): 0, ("m-2",): 17}
     assert rows(samples, "replica_admission_wait_seconds") == {("m-1",): 0, ("m-2",): 0.5}
 
