@@ -54,7 +54,7 @@ class EngineConfig:
         num_kv_blocks: blocks of the KV memory; None is what the longest sequences in all places
             need, or what the KV memory holds.
         prefix_cache_gib: memory that earlier prompts and answers may take on a CPU where running
-            sequences never needed it; None is 0.5, or what the weights take if that is more.
+            sequences never needed it; None is 0.25, or what the weights take if that is more.
         cuda_graphs: on CUDA, steps that only decode are recorded once for each of some batch
             sizes, and played back; their hundreds of kernels then cost one launch.
         compile: on CUDA, the model's forward goes through torch.compile, which takes a minute

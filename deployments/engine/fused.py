@@ -26,6 +26,7 @@ from deployments.engine.runner import (
     choose_device,
     choose_dtype,
     context_length,
+    kept_bytes,
     kv_budget_bytes,
 )
 from deployments.engine.scheduler import ScheduledRow, StepPlan
@@ -38,22 +39,31 @@ logger = logging.getLogger(__name__)
 class FusedRunner:
     """`Runner` over a FusedModel. Build it with `load`."""
 
-    def __init__(self, model: FusedModel, config: EngineConfig, max_model_len: int) -> None:
+    def __init__(
+        self, model: FusedModel, config: EngineConfig, *, max_model_len: int, num_weight_bytes: int
+    ) -> None:
         self._model = model
         self._num_threads = _num_threads(config)
         cpu = torch.device("cpu")
         shape = LayerShape(model.num_kv_heads, model.head_size, model.head_size)
         dtype = model.kv_dtype
+        bytes_per_token = model.num_layers * shape.bytes_per_token(dtype)
         size = fit_pool(
             config,
             max_model_len,
             block_tokens=BLOCK_TOKENS,
-            bytes_per_token=model.num_layers * shape.bytes_per_token(dtype),
+            bytes_per_token=bytes_per_token,
             budget_bytes=kv_budget_bytes(config, cpu),
         )
         num_blocks, self._max_model_len = size.num_blocks, size.max_model_len
         self._max_num_seqs = config.max_num_seqs
-        self.pool = BlockPool(num_blocks, BLOCK_TOKENS, keeps_answers=True)
+        block_bytes = BLOCK_TOKENS * bytes_per_token
+        self.pool = BlockPool(
+            num_blocks,
+            BLOCK_TOKENS,
+            keeps_answers=True,
+            max_kept=kept_bytes(config, num_weight_bytes) // block_bytes,
+        )
         by_key = (num_blocks, model.num_kv_heads, model.head_size, BLOCK_TOKENS)
         by_value = (num_blocks, model.num_kv_heads, BLOCK_TOKENS, model.head_size)
         self._blocks = [
@@ -83,15 +93,21 @@ class FusedRunner:
         if is_int8 and not supports_int8():
             raise UnsupportedModel("quantization int8 needs an x86 CPU with AVX2")
         torch.set_num_threads(_num_threads(config))
+        checkpoint = Checkpoint(folder)
         model = FusedModel(
             model_config,
-            Checkpoint(folder),
+            checkpoint,
             max_model_len=max(max_model_len, CALIBRATION_TOKENS),
             dtype=dtype,
             quantise=Quantiser if is_int8 else None,
         )
         logger.info("loaded %s on the CPU in %s", folder, "int8" if is_int8 else dtype)
-        return cls(model, config, max_model_len)
+        return cls(
+            model,
+            config,
+            max_model_len=max_model_len,
+            num_weight_bytes=checkpoint.num_bytes // (2 if is_int8 else 1),
+        )
 
     @property
     def max_num_seqs(self) -> int:
@@ -149,7 +165,6 @@ class FusedRunner:
         tables = [self.pool.blocks(row.seq) for row in plan.rows]
         table = np.zeros((len(tables), max(map(len, tables))), np.int32)
         token_ids: list[int] = []
-        logits_at: list[int] = []
         positions, locations, pieces = [], [], []
         for number, (row, blocks) in enumerate(zip(plan.rows, tables, strict=True)):
             table[number, : len(blocks)] = blocks
@@ -159,14 +174,13 @@ class FusedRunner:
             positions.append(at)
             locations.append(table[number, at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS)
             pieces.append((number, first, row.end - row.start, row.start))
-            logits_at += range(len(token_ids) - row.num_logits, len(token_ids))
         return Step(
             np.array(token_ids, np.int64),
             np.concatenate(positions),
             np.concatenate(locations, dtype=np.int64),
             table,
             np.array(pieces, np.int64),
-            np.array(logits_at, np.int64),
+            np.array(plan.sampled_at, np.int64),
         )
 
 

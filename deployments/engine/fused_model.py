@@ -108,7 +108,9 @@ class Checkpoint:
     """The tensors of a model folder, each read once."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+        paths = sorted(folder.glob("*.safetensors"))
+        self.num_bytes = sum(path.stat().st_size for path in paths)
+        self._files = [safe_open(path, "pt") for path in paths]
         self._file_of = {
             name: file
             for file in self._files

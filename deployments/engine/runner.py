@@ -576,4 +576,4 @@ def kept_bytes(config: EngineConfig, num_weight_bytes: int) -> int:
     """Memory that earlier prompts and answers may take on a CPU where sequences never needed it."""
     if config.prefix_cache_gib is not None:
         return int(config.prefix_cache_gib * 2**30)
-    return max(2**29, num_weight_bytes)
+    return max(2**28, num_weight_bytes)

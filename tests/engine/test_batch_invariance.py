@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from deployments.engine.build import load_runner
 from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Engine
-from deployments.engine.runner import ModelRunner
+from deployments.engine.runner import ModelRunner, Runner
 from deployments.engine.sequence import Sequence
 from deployments.engine.tokenizer import ChatTokenizer
 from protocol.request import Message
@@ -23,44 +25,52 @@ MAX_TOKENS = 24
 NEAR_TIE = 0.05
 """Gap of the best two log probabilities below which a first difference is tolerated."""
 
+Load = Callable[[Path, EngineConfig], Runner]
+MakeEngine = Callable[[Load, EngineConfig], Engine]
+
 WORDS = ["alpha", "river", "stone", "green", "cloud", "seven", "quick", "lamp"]
 
 
-@pytest.fixture(scope="module")
-def runner(chat_model_folder: Path) -> Iterator[ModelRunner]:
-    config = EngineConfig(
-        max_num_seqs=8,
-        max_model_len=1024,
-        max_num_batched_tokens=300,
-        prefill_chunk_tokens=128,
-        num_threads=1,
-    )
-    runner = ModelRunner.load(chat_model_folder, config)
-    runner.warm_up()
-    yield runner
-    runner.close()
+CONFIG = EngineConfig(
+    max_num_seqs=12,
+    max_model_len=1024,
+    max_num_batched_tokens=300,
+    prefill_chunk_tokens=128,
+    max_waiting=64,
+    num_threads=1,
+    speculative_tokens=0,
+)
+ALONE = replace(CONFIG, max_num_batched_tokens=1024 + 12)
+COMPANIES = {
+    "chunks": CONFIG,
+    "chunks and drafts": replace(CONFIG, speculative_tokens=4),
+    "short memory": replace(CONFIG, num_kv_blocks=40, speculative_tokens=4),
+}
 
 
-@pytest.fixture(scope="module")
-def engine(runner: ModelRunner, chat_tokenizer: ChatTokenizer) -> Engine:
-    config = EngineConfig(
-        max_num_seqs=8,
-        max_model_len=1024,
-        max_num_batched_tokens=300,
-        prefill_chunk_tokens=128,
-    )
-    return Engine(runner, chat_tokenizer, config)
+@pytest.fixture
+def make_engine(chat_model_folder: Path, chat_tokenizer: ChatTokenizer) -> Iterator[MakeEngine]:
+    runners: list[Runner] = []
+
+    def make(load: Load, config: EngineConfig) -> Engine:
+        runner = load(chat_model_folder, config)
+        runner.warm_up()
+        runners.append(runner)
+        return Engine(runner, chat_tokenizer, config)
+
+    yield make
+    for runner in runners:
+        runner.close()
 
 
 @pytest.fixture(scope="module")
 def prompts(chat_tokenizer: ChatTokenizer) -> list[list[int]]:
-    """'how are you?' first, then seven others of about 40 to 450 tokens."""
+    """64 questions of about 40 to 300 tokens; every fourth begins as another one does."""
     rng = random.Random(0)
     texts = ["how are you?", "Write a poem about rivers.", "What is 17 times 23?"]
-    texts += [
-        f"Tell me about {' '.join(rng.choice(WORDS) for _ in range(length))}."
-        for length in (5, 20, 60, 140, 400)
-    ]
+    while len(texts) < 64:
+        words = " ".join(rng.choice(WORDS) for _ in range(rng.choice((3, 8, 20, 60, 240))))
+        texts.append(f"Tell me about {words}." if len(texts) % 4 else f"{texts[-1]} And {words}?")
     return [chat_tokenizer.encode_chat([Message(role="user", content=text)]) for text in texts]
 
 
@@ -96,19 +106,34 @@ def tokens_with_gaps(deltas: list[TokenDelta]) -> list[tuple[int, float]]:
     ]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("load", "num_prompts"), [(load_runner, 64), (ModelRunner.load, 6)])
 def test_greedy_answers_are_the_same_alone_and_in_any_company(
-    engine: Engine, prompts: list[list[int]]
+    load: Load, num_prompts: int, make_engine: MakeEngine, prompts: list[list[int]]
 ) -> None:
-    # The shortest, and the longest, which is cut into chunks.
-    watched = [0, 1, len(prompts) - 1]
-    alone = {i: tokens_with_gaps(run(engine, [prompts[i]])[0]) for i in watched}
-    for round_ in range(3):
-        together = run(engine, prompts, random.Random(round_))
-        for watched_row, expected in alone.items():
-            got = tokens_with_gaps(together[watched_row])
+    prompts = prompts[:num_prompts]
+    plain = make_engine(load, ALONE)
+    alone = [tokens_with_gaps(run(plain, [prompt])[0]) for prompt in prompts]
+    num_near_ties = num_preemptions = num_reused = num_accepted = 0
+    for name, config in COMPANIES.items():
+        engine = make_engine(load, config)
+        together = run(engine, prompts, random.Random(name))
+        for number, (expected, deltas) in enumerate(zip(alone, together, strict=True)):
+            got = tokens_with_gaps(deltas)
             for i, ((token_id, gap), (other, _)) in enumerate(zip(expected, got, strict=True)):
                 if token_id != other:
-                    assert gap < NEAR_TIE, f"round {round_}: token {i} differs, gap {gap:.3f}"
-                    assert i > 2, f"round {round_}: one of the first tokens differs"
+                    assert gap < NEAR_TIE, f"{name}: prompt {number} token {i}, gap {gap:.3f}"
+                    num_near_ties += 1
                     break
+        stats = engine.stats()
+        num_preemptions += stats.preemptions_total
+        num_reused += stats.prefix_hit_tokens_total
+        num_accepted += stats.accepted_tokens_total
+    print(
+        f"{num_near_ties} of {3 * len(prompts)} answers differ at a near tie; {num_preemptions} "
+        f"preemptions, {num_reused} prompt tokens reused, {num_accepted} drafted tokens accepted"
+    )
+    assert num_reused > 0
+    if num_prompts == 64:
+        assert num_preemptions > 0
+        assert num_accepted > 0
