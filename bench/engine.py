@@ -147,9 +147,16 @@ async def measure_engine(
     try:
         await run_warm_up(fleet, plan)
         for load in plan.loads:
-            run = await run_load(
-                fleet, load, rates.get(load.clients), plan.seed, patience_s=plan.patience_s
-            )
+            rate_per_s = rates.get(load.clients)
+            run = await run_load(fleet, load, rate_per_s, plan.seed, patience_s=plan.patience_s)
+            if all(sample.error for sample in run.samples):
+                # An engine may be dead though its worker lives: it gets one more.
+                progress(f"  {load.title}: {run.samples[0].error}{fleet.log_end()}")
+                await fleet.stop()
+                fleet = await start(spec, plan, result)
+                await run_warm_up(fleet, plan)
+                run = await run_load(fleet, load, rate_per_s, plan.seed, patience_s=plan.patience_s)
+                result.restarts += 1
             seen = figures(run)
             result.loads[load.clients, load.mode] = seen
             result.peak_rss_gib = fleet.used().peak_rss / 2**30

@@ -30,6 +30,8 @@ class Result:
     agreement: float = float("nan")
     """With static batching; see `engine_loads.agreement`."""
     facts: dict[str, Any] = field(default_factory=dict)
+    restarts: int = 0
+    """Because no request of a load was answered."""
     failure: str | None = None
 
 
@@ -141,10 +143,19 @@ def summary_table(results: Sequence[Result]) -> str:
                 ", ".join(number(start, 1) for start in result.starts_s) or "—",
                 number(result.peak_rss_gib, 2),
                 number(result.agreement * 100),
+                str(result.restarts),
                 facts or "—",
             ]
         )
-    header = ["engine", "weights", "starts, s", "peak RSS, GiB", "as `generate()`, %", "version"]
+    header = [
+        "engine",
+        "weights",
+        "starts, s",
+        "peak RSS, GiB",
+        "as `generate()`, %",
+        "restarts",
+        "version",
+    ]
     return table(header, rows)
 
 

@@ -154,9 +154,7 @@ class Worker:
                 await worker._is_ready.wait()
         except TimeoutError:
             await worker.stop()
-            raise WorkerFailed(
-                f"not ready within {ready_within_s:g} s{worker._log_end()}"
-            ) from None
+            raise WorkerFailed(f"not ready within {ready_within_s:g} s{worker.log_end()}") from None
         if worker.failure is not None:
             await worker.stop()
             raise WorkerFailed(worker.failure)
@@ -224,7 +222,7 @@ class Worker:
             self.failure = f"the worker ended with status {await self._process.wait()}"
         except (ValueError, KeyError) as exc:
             self.failure = f"the worker wrote what is no reply ({exc})"
-        self.failure += self._log_end()
+        self.failure += self.log_end()
         self._is_ready.set()
         for sample, ended in self._asked.values():
             sample.error = self.failure
@@ -249,7 +247,8 @@ class Worker:
             sample.error = f"{len(sample.token_ids)} tokens came, {wanted} were asked for"
         ended.set()
 
-    def _log_end(self) -> str:
+    def log_end(self) -> str:
+        """The last lines that it wrote to standard error, each on a line of its own."""
         if self._log.closed:
             return ""
         self._log.seek(0)
@@ -299,6 +298,9 @@ class Fleet:
     @property
     def failure(self) -> str | None:
         return next((each.failure for each in self.workers if each.failure is not None), None)
+
+    def log_end(self) -> str:
+        return "".join(worker.log_end() for worker in self.workers)
 
     async def ask(self, request: Request, begun_s: float) -> Sample:
         worker = min(self.workers, key=lambda each: each.num_asked)
