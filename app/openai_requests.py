@@ -132,6 +132,7 @@ def plan_completion(body: CompletionBody, caller: Caller) -> Plan:
     """
     _refuse_unsupported_completion(body)
     fields = _fields(body)
+    fields["response_format"] = _structured_outputs(body)
     if body.max_tokens is None:
         fields["max_tokens"] = max(DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0)
     requests = []
@@ -232,9 +233,34 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[tuple[str, Any]]
     return [(f"prompt[{index}]", item) for index, item in enumerate(prompt)]
 
 
-def _response_format(body: ChatBody) -> dict[str, Any] | None:
-    if body.response_format is None:
+def _structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
+    """vLLM's `structured_outputs` as a `response_format`."""
+    given = body.structured_outputs
+    if given is None:
         return None
+    forms: list[dict[str, Any]] = []
+    if given.json is not None:
+        forms.append({"type": "json_schema", "json_schema": {"schema": given.json}})
+    if given.regex is not None:
+        forms.append({"type": "regex", "regex": given.regex})
+    if given.choice is not None:
+        forms.append({"type": "choice", "choice": given.choice})
+    if len(forms) != 1:
+        raise InvalidRequest(
+            f"structured_outputs has {len(forms)} of json, regex and choice, it takes one",
+            param="structured_outputs",
+        )
+    return forms[0]
+
+
+def _response_format(body: ChatBody) -> dict[str, Any] | None:
+    structured = _structured_outputs(body)
+    if body.response_format is None:
+        return structured
+    if structured is not None:
+        raise InvalidRequest(
+            "structured_outputs and response_format exclude each other", param="structured_outputs"
+        )
     checked = convert_fields(body.response_format, ResponseFormat, "response_format")
     if checked.type == "json_schema" and checked.json_schema is None:
         at = "response_format.json_schema"

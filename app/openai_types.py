@@ -53,6 +53,14 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer is held to, as in vLLM's API: one of the three."""
+
+    json: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+
+
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     """What the bodies of both generating routes have in common."""
 
@@ -74,6 +82,10 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        Meta(description="One of `json`, `regex` and `choice`, as in vLLM's API."),
+    ] = None
     cache: Annotated[
         CachePolicy | None, Meta(description="Ours; see docs/cache.md. Outranks the header.")
     ] = None
@@ -88,7 +100,13 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description="`text`, `json_object`, `json_schema`; ours: `{type: regex, regex: …}` "
+            "and `{type: choice, choice: […]}`."
+        ),
+    ] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -140,8 +158,10 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     """`response_format`, as far as it is checked."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "regex", "choice"]
     json_schema: JsonSchemaFormat | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,12 +1,13 @@
-"""Keeps an answer inside a JSON schema, by masking the tokens that would leave it.
+"""Keeps an answer to a JSON schema, a regular expression or a choice, by masking other tokens.
 
-A thin layer over llguidance, which turns a schema into a grammar over token bytes. One `Grammar`
+A thin layer over llguidance, which turns each into a grammar over token bytes. One `Grammar`
 follows one answer. `oneOf` is read as `anyOf`: an answer may fit more than one of the branches.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,14 +82,12 @@ def grammar_for(response_format: dict[str, Any] | None, tokenizer: ChatTokenizer
     Raises:
         InvalidRequest: an unknown type, or a schema that is invalid, unsupported or too large.
     """
-    schema = _schema(response_format)
-    if schema is None:
+    constraint = constraint_of(response_format)
+    if constraint is None:
         return None
-    text = _serialise(schema)
     vocabulary = tokenizer.grammar_tokenizer
     try:
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides=_GUIDANCE)
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
+        matcher = LLMatcher(vocabulary, _compiled(constraint), log_level=0, limits=_limits())
         matcher.compute_bitmask()  # some faults (endless recursion) show only at the first token
     except ValueError as exc:
         raise _refused(str(exc)) from exc
@@ -97,29 +96,57 @@ def grammar_for(response_format: dict[str, Any] | None, tokenizer: ChatTokenizer
     return Grammar(matcher, vocabulary.vocab_size)
 
 
-def guided_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The schema for another engine that reads it with llguidance, to the same grammar.
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer is held to: exactly one is not None."""
+
+    json: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+
+
+def constraint_of(response_format: dict[str, Any] | None) -> Constraint | None:
+    """What `response_format` asks for; None for free text.
+
+    The schema comes with what llguidance needs to read it as we do, for other engines too.
 
     Raises:
-        InvalidRequest: an unknown type, or no schema.
+        InvalidRequest: an unknown type, nothing that belongs to it, or too much of it.
     """
-    schema = _schema(response_format)
-    return None if schema is None else schema | {"x-guidance": _GUIDANCE}
-
-
-def _schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
     if response_format is None:
         return None
     kind = response_format.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
-        raise InvalidRequest(
-            f"response_format type is {kind!r}, known are text, json_object and json_schema",
-            param="response_format",
-        )
+        return Constraint(json={"type": "object", "x-guidance": _GUIDANCE})
+    if kind == "json_schema":
+        schema = _schema(response_format)
+        _measure("schema", _serialise(schema))
+        return Constraint(json=schema | {"x-guidance": _GUIDANCE})
+    if kind == "regex":
+        return Constraint(regex=_regex(response_format))
+    if kind == "choice":
+        return Constraint(choice=_choice(response_format))
+    raise InvalidRequest(
+        f"response_format type is {kind!r}, known are text, json_object, json_schema, regex "
+        "and choice",
+        param="response_format",
+    )
+
+
+def _compiled(constraint: Constraint) -> str:
+    """Raises: ValueError: llguidance cannot read it."""
+    if constraint.json is not None:
+        text = _serialise(constraint.json)
+        return str(LLMatcher.grammar_from_json_schema(text, overrides=_GUIDANCE))
+    if constraint.regex is not None:
+        return str(LLMatcher.grammar_from_regex(constraint.regex))
+    choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in constraint.choice or ())
+    return str(LLMatcher.grammar_from_lark(f"start: {choices}"))
+
+
+def _schema(response_format: dict[str, Any]) -> dict[str, Any]:
     wrapper = response_format.get("json_schema")
     schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
     if not isinstance(schema, dict):
@@ -129,18 +156,44 @@ def _schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
     return schema
 
 
-def _serialise(schema: dict[str, Any]) -> str:
-    try:
-        text = json.dumps(schema)
-    except (TypeError, ValueError, RecursionError) as exc:
-        raise _refused(str(exc)) from exc
-    if len(text) > MAX_SCHEMA_BYTES:
+def _regex(response_format: dict[str, Any]) -> str:
+    pattern = response_format.get("regex")
+    if not isinstance(pattern, str) or not pattern:
+        raise InvalidRequest("response_format regex has no pattern", param="response_format")
+    _measure("regex", pattern)
+    return pattern
+
+
+def _choice(response_format: dict[str, Any]) -> list[str]:
+    given = response_format.get("choice")
+    choice = [text for text in given if isinstance(text, str)] if isinstance(given, list) else []
+    if not choice or choice != given or "" in choice:
         raise InvalidRequest(
-            f"response_format schema has {len(text)} bytes, the limit is {MAX_SCHEMA_BYTES}",
+            "response_format choice must be a list of texts that are not empty",
+            param="response_format",
+        )
+    _measure("choice", "".join(choice))
+    return choice
+
+
+def _measure(what: str, text: str) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as exc:
+        raise _refused("it holds half a surrogate pair") from exc
+    if size > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(
+            f"response_format {what} has {size} bytes, the limit is {MAX_SCHEMA_BYTES}",
             param="response_format",
             limit=MAX_SCHEMA_BYTES,
         )
-    return text
+
+
+def _serialise(schema: dict[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise _refused(str(exc)) from exc
 
 
 def _limits() -> LLParserLimits:
@@ -157,7 +210,7 @@ def _limits() -> LLParserLimits:
 
 def _refused(reason: str) -> InvalidRequest:
     return InvalidRequest(
-        f"response_format schema cannot be used: {_first_line(reason)}", param="response_format"
+        f"response_format cannot be used: {_first_line(reason)}", param="response_format"
     )
 
 

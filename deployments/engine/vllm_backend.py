@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ from deployments.engine.guard import ProcessGuard, child_pids
 from deployments.engine.output import AnswerText
 from deployments.engine.sampler import LEAST_LOGPROB, Logprobs, SampledToken
 from deployments.engine.sequence import Sequence, SequenceState
-from deployments.engine.structured import guided_schema
+from deployments.engine.structured import Constraint, constraint_of
 from deployments.engine.tokenizer import ChatTokenizer
 from protocol.errors import DuplicateId, InternalError, InvalidRequest, Overloaded, ServingError
 from protocol.request import MAX_LOGPROBS, InferenceRequest
@@ -294,20 +294,21 @@ class VllmEngine(EngineFront):
 
     def _prepare(self, request: InferenceRequest, output_token_ids: SequenceOf[int]) -> Sequence:
         seq = super()._prepare(request, output_token_ids)
-        schema = guided_schema(request.response_format)
-        if schema is not None and seq.output_token_ids:
+        constraint = constraint_of(request.response_format)
+        if constraint is not None and seq.output_token_ids:
             raise InvalidRequest(
                 "an answer with a response_format cannot go on elsewhere on the vllm backend",
                 param="response_format",
             )
         if seq.finish_reason is None:
-            self._params[seq] = self._sampling_params(seq, schema)
+            self._params[seq] = self._sampling_params(seq, constraint)
         return seq
 
-    def _sampling_params(self, seq: Sequence, schema: Mapping[str, Any] | None) -> Any:
+    def _sampling_params(self, seq: Sequence, constraint: Constraint | None) -> Any:
         structured = None
-        if schema is not None:
-            structured = self._api.structured_outputs(json=dict(schema))
+        if constraint is not None:
+            given = {name: value for name, value in asdict(constraint).items() if value is not None}
+            structured = self._api.structured_outputs(**given)
         try:
             return self._api.sampling_params(
                 **sampling_arguments(seq),

@@ -24,7 +24,9 @@ class FakeClientError(Exception):
 
 @dataclass(frozen=True)
 class FakeStructuredOutputs:
-    json: dict[str, Any]
+    json: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

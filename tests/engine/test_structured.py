@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from typing import Any
 
 import jsonschema
@@ -52,6 +54,68 @@ def test_random_answers_obey_the_schema(make, seed):
     text = answer(grammar, tokenizer, seed=seed, max_tokens=2_000)
     jsonschema.validate(json.loads(text), PERSON)
     assert grammar.is_finished
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Any schema of the usual keywords, closed and bounded, so that random letters can end it."""
+    simple = [
+        lambda: {"type": "string", "maxLength": rng.randint(0, 8)},
+        lambda: {"type": "string", "pattern": "^[a-c]{1,3}$"},
+        lambda: {"type": "integer", "minimum": -5, "maximum": rng.randint(-5, 300)},
+        lambda: {"type": "boolean"},
+        lambda: {"type": "null"},
+        lambda: {"enum": rng.sample(["a", "é", 1, None, True, "x y"], rng.randint(1, 4))},
+        lambda: {"const": rng.choice(["z", 7, [1, 2]])},
+    ]
+    if depth == 3 or (depth and rng.random() < 0.5):
+        return rng.choice(simple)()
+    if rng.random() < 0.3:
+        least = rng.randint(0, 2)
+        items = random_schema(rng, depth + 1)
+        return {"type": "array", "items": items, "minItems": least, "maxItems": least + 2}
+    if rng.random() < 0.2:
+        return {"anyOf": [random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
+    names = rng.sample(["name", "age", "ß", "a b", "deep"], rng.randint(0, 4))
+    return {
+        "type": "object",
+        "properties": {name: random_schema(rng, depth + 1) for name in names},
+        "required": rng.sample(names, rng.randint(0, len(names))),
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_answers_obey_random_schemas(seed):
+    schema = random_schema(random.Random(seed))
+    tokenizer = zoo.byte_level()
+    grammar = grammar_for(json_schema(schema), tokenizer)
+    assert grammar is not None
+    text = answer(grammar, tokenizer, seed=seed, max_tokens=4_000)
+    jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[a-c]{2,5}", "(yes|no), [0-9]{3}", "\\d{4}-\\d{2}", "ä+\\.", "a|bc|def"]
+)
+def test_answers_match_a_regular_expression_as_a_whole(pattern):
+    tokenizer = zoo.byte_level()
+    for seed in range(4):
+        grammar = grammar_for({"type": "regex", "regex": pattern}, tokenizer)
+        assert grammar is not None
+        text = answer(grammar, tokenizer, seed=seed, max_tokens=500)
+        assert re.fullmatch(pattern, text), text
+
+
+def test_answers_are_one_of_a_choice():
+    tokenizer = zoo.byte_level()
+    choice = ["yes", "no", "no way", 'a "quoted"\nline', "é 🙂 \\d+", "x|y"]
+    found = set()
+    for seed in range(60):
+        grammar = grammar_for({"type": "choice", "choice": choice}, tokenizer)
+        assert grammar is not None
+        found.add(answer(grammar, tokenizer, seed=seed, max_tokens=100))
+    assert found <= set(choice)
+    assert len(found) > 3
 
 
 @pytest.mark.model
@@ -135,6 +199,17 @@ def nested(depth: int) -> dict[str, Any]:
         {},
         {"type": None},
         {"type": "xml"},
+        {"type": "regex"},
+        {"type": "regex", "regex": ""},
+        {"type": "regex", "regex": "("},
+        {"type": "regex", "regex": "a" * (MAX_SCHEMA_BYTES + 1)},
+        {"type": "regex", "regex": "\ud800"},
+        {"type": "choice"},
+        {"type": "choice", "choice": []},
+        {"type": "choice", "choice": ["a", ""]},
+        {"type": "choice", "choice": ["a", 1]},
+        {"type": "choice", "choice": "ab"},
+        {"type": "choice", "choice": ["\udc00"]},
         {"type": ["json_object"]},
         {"type": "json_schema"},
         {"type": "json_schema", "json_schema": []},
@@ -163,7 +238,7 @@ def test_an_unusable_response_format_is_refused(response_format):
 
 
 def test_a_schema_nested_beyond_the_stack_is_refused():
-    with pytest.raises(InvalidRequest, match="schema cannot be used"):
+    with pytest.raises(InvalidRequest, match="response_format cannot be used"):
         grammar_for(json_schema(nested(5_000)), zoo.bytes_only())
 
 

@@ -232,6 +232,17 @@ async def test_a_schema_is_given_so_that_vllm_reads_the_grammar_we_follow(
         assert theirs == ours
 
 
+async def test_a_pattern_and_a_choice_are_given_to_vllm() -> None:
+    async with started("ab") as (front, llm):
+        await ask(front, response_format={"type": "regex", "regex": "[a-c]+"})
+        await ask(front, response_format={"type": "choice", "choice": ["ab", "c"]})
+        given = [call.params.structured_outputs for call in llm.calls]
+        assert [call and (call.json, call.regex, call.choice) for call in given] == [
+            (None, "[a-c]+", None),
+            (None, None, ["ab", "c"]),
+        ]
+
+
 async def test_an_answer_outside_its_grammar_fails_alone() -> None:
     async with started("no json") as (front, _):
         _, terminal = await ask(front, response_format=JSON_FORMAT)
