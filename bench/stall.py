@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from deployments.engine.build import load_runner
 from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Engine
 from deployments.engine.runner import ModelRunner
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument(
         "--cpu-time", action="store_true", help="of this thread; for a busy machine"
     )
-    parser.add_argument("--block-tokens", type=int, help="least piece; default: the engine's own")
+    parser.add_argument("--block-tokens", type=int, help="least piece, by the generic runner")
     args = parser.parse_args()
     clock = time.thread_time if args.cpu_time else time.perf_counter
     folder = pull(DEFAULT_CHAT_MODEL, progress=False).path
@@ -116,7 +117,7 @@ def main() -> None:
         prefill_slowdown=args.slowdown,
     )
     engine = Engine(
-        ModelRunner.load(folder, config),
+        (ModelRunner.load if args.block_tokens else load_runner)(folder, config),
         ChatTokenizer.load(folder),
         config,
         clock=clock,

@@ -112,7 +112,7 @@ class Engine:
         self._runner = runner
         self._sampler = sampler or Sampler()
         self.admission = Admission(self.config, clock)
-        self._pace = PrefillPace(self.config.prefill_slowdown, runner.prefix_block_tokens)
+        self._pace = PrefillPace(self.config.prefill_slowdown, runner.piece_tokens)
         self._speculation = Speculation(self.config)
         self._scheduler = self._new_scheduler()
         self._warming = Warming(self.config, runner)
@@ -258,7 +258,7 @@ class Engine:
             self._displace,
             reserve=self._reserve,
             pace=self._pace,
-            block_tokens=self._runner.prefix_block_tokens,
+            block_tokens=self._runner.piece_tokens,
             speculation=self._speculation,
         )
 

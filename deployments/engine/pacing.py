@@ -45,7 +45,8 @@ class PrefillPace:
         room_s = (HEADROOM * self._target - 1) * self._decode_s(num_decodes)
         most = MOST_GROWTH * max(num_tokens for num_tokens, _ in self._mixed_steps)
         token_s = median(token_s for _, token_s in self._mixed_steps)
-        fitting = int(room_s / token_s) if token_s * most > room_s else most
+        # A clock that is coarse, or stands still, may say that a token costs nothing.
+        fitting = int(room_s / token_s) if 0 < token_s and token_s * most > room_s else most
         return max(self._block, fitting)
 
     def observe(self, num_decodes: int, num_prefill_tokens: int, duration_s: float) -> None:

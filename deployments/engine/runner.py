@@ -78,6 +78,11 @@ class Runner(Protocol):
         """The blocks of its KV memory; only to be looked at."""
         ...
 
+    @property
+    def piece_tokens(self) -> int:
+        """Beside streams a prompt may be cut at multiples of this; the least piece of one."""
+        ...
+
     def warm_up(self) -> None:
         """Makes the first real step as fast as any other. Called once, before `run`.
 
@@ -203,6 +208,10 @@ class ModelRunner:
 
     @property
     def prefix_block_tokens(self) -> int:
+        return self._block
+
+    @property
+    def piece_tokens(self) -> int:
         return self._block
 
     @property

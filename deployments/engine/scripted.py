@@ -60,6 +60,7 @@ class ScriptedRunner:
         self._fault = fault
         self.max_num_seqs = config.max_num_seqs
         self.prefix_block_tokens = config.prefix_block_tokens or BLOCK_TOKENS
+        self.piece_tokens = self.prefix_block_tokens
         per_seq = -(-config.max_model_len // self.prefix_block_tokens)
         num_blocks = config.num_kv_blocks or config.max_num_seqs * per_seq
         self.max_model_len = min(config.max_model_len, num_blocks * self.prefix_block_tokens)

@@ -173,6 +173,13 @@ def test_prompts_that_cost_no_time_soon_have_the_whole_budget() -> None:
     assert len(bench.runner.plans) - 30 <= 5 + 4000 // 256
 
 
+def test_a_token_that_seems_to_cost_nothing_divides_nothing_by_zero() -> None:
+    pace = PrefillPace(1.0, 8)
+    pace.observe(1, 0, 0.1)
+    pace.observe(1, 8, 0.05)
+    assert pace.limit(1) == 16
+
+
 def test_nothing_measured_means_a_block() -> None:
     pace = PrefillPace(2.0, 32)
     assert pace.limit(4) == 32
