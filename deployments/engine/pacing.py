@@ -46,7 +46,7 @@ class PrefillPace:
         most = MOST_GROWTH * max(num_tokens for num_tokens, _ in self._mixed_steps)
         token_s = median(token_s for _, token_s in self._mixed_steps)
         # A clock that is coarse, or stands still, may say that a token costs nothing.
-        fitting = int(room_s / token_s) if 0 < token_s and token_s * most > room_s else most
+        fitting = int(room_s / token_s) if token_s > 0 and token_s * most > room_s else most
         return max(self._block, fitting)
 
     def observe(self, num_decodes: int, num_prefill_tokens: int, duration_s: float) -> None:
