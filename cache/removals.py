@@ -22,13 +22,20 @@ class LateRemovals:
 
     def add(self, which: EntryFilter, asked: float) -> None:
         """`asked`: when it was meant, which decides the ages that the filter names."""
+        self._forget_old()
         self._removals.append((which, asked, self._clock()))
 
     def cover(self, entry: Entry) -> bool:
         """Whether an entry is one of those that were to be removed."""
-        while self._removals and self._clock() - self._removals[0][2] > REMEMBER_S:
-            self._removals.popleft()
+        self._forget_old()
         return any(
             entry.created < asked and is_meant(entry, which, asked)
             for which, asked, _ in self._removals
         )
+
+    def __len__(self) -> int:
+        return len(self._removals)
+
+    def _forget_old(self) -> None:
+        while self._removals and self._clock() - self._removals[0][2] > REMEMBER_S:
+            self._removals.popleft()
