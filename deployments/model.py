@@ -20,7 +20,7 @@ from ray import serve
 from deployments import wire
 from deployments.admission_window import AdmissionBounds, AdmissionWindow
 from deployments.engine.build import EngineSpec, build_engine
-from deployments.engine.runner import available_cores
+from deployments.engine.runner import cpu_threads
 from deployments.engine.sequence import Sequence
 from deployments.model_service import BusLeases, ModelService
 from deployments.replica_board import MODEL
@@ -44,7 +44,7 @@ def _num_cores(spec: EngineSpec) -> int:
     """Cores that the engine computes with: one where a GPU or the mock does the work."""
     if spec.folder is None or ray.get_gpu_ids():
         return 1
-    return spec.config.num_threads or max(1, available_cores() - 1)
+    return cpu_threads(spec.config)
 
 
 class ModelReplica:

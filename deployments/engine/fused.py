@@ -21,11 +21,11 @@ from deployments.engine.linears import supports_int8
 from deployments.engine.quantization import CALIBRATION_TOKENS, Quantiser
 from deployments.engine.runner import (
     UnsupportedModel,
-    available_cores,
     check_supported,
     choose_device,
     choose_dtype,
     context_length,
+    cpu_threads,
     kept_bytes,
     kv_budget_bytes,
 )
@@ -46,7 +46,7 @@ class FusedRunner:
         self, model: FusedModel, config: EngineConfig, *, max_model_len: int, num_weight_bytes: int
     ) -> None:
         self._model = model
-        self._num_threads = _num_threads(config)
+        self._num_threads = cpu_threads(config)
         cpu = torch.device("cpu")
         shape = LayerShape(model.num_kv_heads, model.head_size, model.head_size)
         dtype = model.kv_dtype
@@ -95,7 +95,7 @@ class FusedRunner:
         is_int8 = config.quantization == "int8"
         if is_int8 and not supports_int8():
             raise UnsupportedModel("quantization int8 needs an x86 CPU with AVX2")
-        torch.set_num_threads(_num_threads(config))
+        torch.set_num_threads(cpu_threads(config))
         checkpoint = Checkpoint(folder)
         model = FusedModel(
             model_config,
@@ -189,7 +189,3 @@ class FusedRunner:
             np.array(pieces, np.int64),
             np.array(plan.sampled_at, np.int64),
         )
-
-
-def _num_threads(config: EngineConfig) -> int:
-    return config.num_threads or max(1, available_cores() - 1)

@@ -151,7 +151,7 @@ class ModelRunner:
     def __init__(self, model: Any, config: EngineConfig) -> None:
         self._model = model.eval()
         self._device: torch.device = next(model.parameters()).device
-        self._num_threads = config.num_threads or max(1, available_cores() - 1)
+        self._num_threads = cpu_threads(config)
         self._chunk = config.prefill_chunk_tokens
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._is_cuda = self._device.type == "cuda"
@@ -569,6 +569,11 @@ def available_cores() -> int:
         return max(1, min(cores or 1, int(quota) // int(period)))
     except (OSError, ValueError):  # no control groups, or "max"
         return cores or 1
+
+
+def cpu_threads(config: EngineConfig) -> int:
+    """Threads of one forward on a CPU: one core is left to the rest of the process."""
+    return config.num_threads or max(1, available_cores() - 1)
 
 
 def kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:
