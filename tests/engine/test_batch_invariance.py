@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -44,7 +45,7 @@ ALONE = replace(CONFIG, max_num_batched_tokens=1024 + 12)
 COMPANIES = {
     "chunks": CONFIG,
     "chunks and drafts": replace(CONFIG, speculative_tokens=4),
-    "short memory": replace(CONFIG, num_kv_blocks=40, speculative_tokens=4),
+    "short memory": replace(CONFIG, num_kv_blocks=20, speculative_tokens=4),
 }
 
 
@@ -56,7 +57,9 @@ def make_engine(chat_model_folder: Path, chat_tokenizer: ChatTokenizer) -> Itera
         runner = load(chat_model_folder, config)
         runner.warm_up()
         runners.append(runner)
-        return Engine(runner, chat_tokenizer, config)
+        # What a step takes decides what goes into the next: every machine is to make the same ones.
+        ticks = itertools.count()
+        return Engine(runner, chat_tokenizer, config, clock=lambda: next(ticks) / 1000)
 
     yield make
     for runner in runners:
