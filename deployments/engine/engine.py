@@ -139,6 +139,7 @@ class Engine:
     def warm_up(self) -> None:
         """Prepares the runner; call it on the thread that will call `step`."""
         self._runner.warm_up()
+        self._sampler.warm_up()
 
     def close(self) -> None:
         self._runner.close()

@@ -273,7 +273,7 @@ def _gather(typingctx, num_queries, num_vectors, weights, num_valid, values, val
 
 
 @intrinsic
-def _as_float(typingctx, bits):
+def as_float(typingctx, bits):
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], F32)
 
@@ -281,7 +281,7 @@ def _as_float(typingctx, bits):
 
 
 @intrinsic
-def _as_bits(typingctx, number):
+def as_bits(typingctx, number):
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], I32)
 
@@ -296,7 +296,7 @@ def _load(array: Any, at: int) -> float:
 @overload(_load, inline="never")
 def _load_compiled(array, at):
     if array.dtype == types.uint16:
-        return lambda array, at: _as_float(np.uint32(array[at]) << np.uint32(16))
+        return lambda array, at: as_float(np.uint32(array[at]) << np.uint32(16))
     return lambda array, at: array[at]
 
 
@@ -310,7 +310,7 @@ def _kept_compiled(array, number):
     if array.dtype == types.uint16:
 
         def rounded(array, number):
-            bits = _as_bits(number)
+            bits = as_bits(number)
             if number != number:
                 return np.uint16(0x7FC0)
             odd = (bits >> np.uint32(16)) & np.uint32(1)

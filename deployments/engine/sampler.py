@@ -14,18 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from deployments.engine import draws as cpu_draws
 from deployments.engine.cuda import to_device, to_host
 from deployments.engine.sequence import Sequence
 from protocol.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-NUM_CANDIDATES = (64, 2048)
-"""How many of the best tokens are looked at before the whole vocabulary is sorted: `topk(64)`
-takes 1.3 ms on 16 x 49k logits against 62 for a sort, and nearly always holds all of `top_p`."""
+LEAST_TEMPERATURE = 1e-6
+"""A lower one is as good as this one, and no division by it overflows."""
 
 LARGEST_LOGIT = 1e30
 """Bound on a penalised logit: a repetition penalty near 0 would make infinities of them."""
@@ -57,6 +58,17 @@ class _Draw(NamedTuple):
 
 class Sampler:
     """Stateless; a class only so that an engine can be given another one."""
+
+    def warm_up(self) -> None:
+        """Compiles what draws on a CPU, or reads it from the disk."""
+        plain, drawn = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=1)
+        _draw_on_cpu(
+            torch.zeros(2, 8),
+            torch.zeros(2),
+            [0, 1],
+            [_Draw(plain, 0), _Draw(drawn, 0)],
+            torch.zeros(2, dtype=torch.long),
+        )
 
     @torch.inference_mode()
     def sample(
@@ -95,7 +107,10 @@ class Sampler:
             if positions is None:
                 positions = [len(seq.output_token_ids) for seq in seqs]
             draws = [_Draw(seqs[i].sampling, _key(seqs[i].seed, positions[i])) for i in drawn]
-            _put(token_ids, drawn, _draw(_rows(work, drawn), draws))
+            if work.is_cuda:
+                _put(token_ids, drawn, _draw(_rows(work, drawn), draws))
+            else:
+                _draw_on_cpu(work, best, drawn, draws, token_ids)
         asked = [i for i, seq in enumerate(seqs) if seq.sampling.logprobs is not None]
         # The step's one wait for the device.
         picked, good, *table = to_host(
@@ -166,10 +181,35 @@ def _penalize(row: Tensor, seq: Sequence) -> None:
         row[seen] -= sampling.frequency_penalty * counts + sampling.presence_penalty
 
 
+def _draw_on_cpu(
+    logits: Tensor, best: Tensor, rows: list[int], draws: list[_Draw], token_ids: Tensor
+) -> None:
+    """Sets the token ids of some rows; `best` (R,) holds the largest logit of each row."""
+    parameters = [
+        (
+            max(sampling.temperature, LEAST_TEMPERATURE),
+            max(sampling.top_k, 0),
+            sampling.top_p,
+            sampling.min_p,
+        )
+        for sampling, _ in draws
+    ]
+    cpu_draws.draw(
+        logits.contiguous().numpy(),
+        best.numpy(),
+        np.array(rows, np.int64),
+        np.array(parameters, np.float64),
+        np.array([(key & _MASK_32, key >> 32) for _, key in draws], np.uint32),
+        token_ids.numpy(),
+    )
+
+
 def _draw(logits: Tensor, draws: list[_Draw]) -> Tensor:
     """(R,) token ids drawn from (R, V) logits by the Gumbel-max trick over each row's candidates."""
     # Relative to the best, so that no temperature, however small, makes two infinities.
-    temperature = _column(draws, logits, lambda sampling: max(sampling.temperature, 1e-6))
+    temperature = _column(
+        draws, logits, lambda sampling: max(sampling.temperature, LEAST_TEMPERATURE)
+    )
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
     token_ids = torch.empty(len(draws), dtype=torch.long, device=logits.device)
     plain = [i for i, draw in enumerate(draws) if not _truncates(draw.sampling)]
@@ -192,43 +232,12 @@ def _truncates(sampling: SamplingParams) -> bool:
 
 
 def _draw_truncated(scaled: Tensor, draws: list[_Draw]) -> Tensor:
-    """Draws rows with `top_k` or `top_p`: from as few of the best as are known to suffice."""
-    vocab_size = scaled.shape[1]
-    log_total = scaled.logsumexp(-1, keepdim=True)
-    token_ids = torch.empty(len(draws), dtype=torch.long, device=scaled.device)
-    # On CUDA a sort is cheaper than waiting to learn whether it was needed.
-    narrow = [] if scaled.is_cuda else [width for width in NUM_CANDIDATES if width < vocab_size]
-    rest = list(range(len(draws)))
-    for width in (*narrow, vocab_size):
-        values, ids = _rows(scaled, rest).topk(width, dim=-1)
-        total = _rows(log_total, rest)
-        # (rows,) probability of the candidates together.
-        mass = None if width == vocab_size else (values - total).exp().sum(-1).tolist()
-        done = [
-            j
-            for j, i in enumerate(rest)
-            if mass is None or _suffices(width, mass[j], draws[i].sampling)
-        ]
-        if done:
-            drawn = [rest[j] for j in done]
-            picked = _pick(
-                _rows(values, done),
-                _rows(ids, done),
-                _rows(total, done),
-                [draws[i] for i in drawn],
-            )
-            _put(token_ids, drawn, picked)
-        rest = [i for j, i in enumerate(rest) if j not in done]
-        if not rest:
-            break
-    return token_ids
+    """Draws rows with `top_k` or `top_p`.
 
-
-def _suffices(width: int, mass: float, sampling: SamplingParams) -> bool:
-    """Whether the best `width` tokens, of probability `mass`, hold all that may be drawn."""
-    if sampling.top_k > 0:
-        return sampling.top_k <= width
-    return mass >= sampling.top_p
+    Of the whole vocabulary: on a device a sort is cheaper than to wait for how much would do.
+    """
+    values, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    return _pick(values, ids, scaled.logsumexp(-1, keepdim=True), draws)
 
 
 def _pick(values: Tensor, ids: Tensor, log_total: Tensor, draws: list[_Draw]) -> Tensor:
@@ -282,9 +291,6 @@ def _noise(ids: Tensor, draws: list[_Draw]) -> Tensor:
     A counter-based generator in the sense of Salmon et al. 2011, with murmur3's finaliser
     as the mixing function, in 32-bit integers because these vectorise on every CPU.
     """
-    if len(draws) > 1 and ids.shape[1] > NUM_CANDIDATES[0] and not ids.is_cuda:
-        # A row at a time stays in the processor's cache: 8 ms against 24 for 16 x 49k.
-        return torch.cat([_noise(ids[i : i + 1], [draw]) for i, draw in enumerate(draws)])
     low = [[_signed(key & _MASK_32)] for _, key in draws]
     high = [[_signed(key >> 32)] for _, key in draws]
     mixed = ids.to(torch.int32) * _signed(0x9E3779B1)

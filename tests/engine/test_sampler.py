@@ -12,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deployments.engine.sampler import LEAST_LOGPROB, SampledToken, Sampler
+from deployments.engine.sampler import (
+    LEAST_LOGPROB,
+    SampledToken,
+    Sampler,
+    _Draw,
+    _draw,
+    _draw_on_cpu,
+    _key,
+)
 from deployments.engine.sequence import Sequence
+from protocol.request import SamplingParams
 from tests.engine.fakes import sequence
 
 VOCAB_SIZE = 200
@@ -155,6 +164,32 @@ def test_only_tokens_that_the_truncation_keeps_are_drawn(
     # All the likely ones do come.
     likely = [i for i in kept if float(logits[0, i]) > float(logits[0].max()) - 1.0]
     assert set(likely[:20]) <= set(seen)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_the_cpu_draws_what_tensors_draw(data: st.DataObject) -> None:
+    num_rows = data.draw(st.integers(1, 5))
+    size = data.draw(st.sampled_from([1, 2, 130, VOCAB_SIZE, 5000]))
+    spread = data.draw(st.sampled_from([0.0, 0.01, 1.0, 3.0, 30.0]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    logits = torch.randn(num_rows, size, generator=generator) * spread
+    if data.draw(st.booleans()):
+        # As a grammar or a ban leaves them.
+        logits[:, 1::2] = -math.inf
+    params = st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([1e-9, 0.3, 0.8, 1.0, 2.0]),
+        top_k=st.sampled_from([-1, 0, 1, 3, 50, 1000, 10**6]),
+        top_p=st.sampled_from([1.0, 0.9993, 0.9013, 0.3017, 1e-6]),
+        min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    )
+    draws = [
+        _Draw(data.draw(params), _key(data.draw(st.integers(0, 2**64)), 5)) for _ in range(num_rows)
+    ]
+    token_ids = torch.zeros(num_rows, dtype=torch.long)
+    _draw_on_cpu(logits, logits.amax(-1), list(range(num_rows)), draws, token_ids)
+    assert token_ids.tolist() == _draw(logits, draws).tolist()
 
 
 def test_repetition_penalty_covers_prompt_and_answer() -> None:
