@@ -89,6 +89,10 @@ def told(log: TokenLog) -> tuple[Any, ...]:
     return log.text, tokens, seqs, terminal.finish_reason, usage, terminal.error
 
 
+def num_told(log: TokenLog) -> int:
+    return sum(len(delta.token_ids) for delta in log.deltas)
+
+
 async def undisturbed(request: InferenceRequest, **stack: Any) -> TokenLog:
     async with running_stack(with_cache=False, **stack) as running:
         stream = await running.graph.open_stream(request)
@@ -210,6 +214,33 @@ async def test_an_answer_survives_a_fault_at_any_of_its_tokens(fault: str) -> No
                 # Nobody asks it any more, as if it had been killed at last.
                 home.kill()
                 stack.model.board.set_replicas(stack.model.board.replicas - {home.name})
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "drawn"])
+async def test_an_answer_of_guessed_tokens_survives_a_kill_at_any_step(
+    sampling: dict[str, Any],
+) -> None:
+    verse = "row row row your boat. "
+    request = ask(prompt=verse * 3, cache="bypass", max_tokens=60, **sampling)
+    expected = await undisturbed(request)
+    positions = range(0, 60, 6)
+    async with running_stack(
+        num_replicas=len(positions) + 1, with_cache=False, speculative_tokens=5
+    ) as stack:
+        for position in positions:
+            brake_all(stack, position)
+            own = msgspec.structs.replace(request, request_id=f"g{position}")
+            stream = await stack.graph.open_stream(own)
+            home = home_of(stack, stream)
+            await until_live(home)
+            # A step gives several tokens, so it may stand further on than it was told to.
+            await eventually(lambda s=stream, p=position: num_told(s.log) >= p)
+            home.kill()
+            release_others(stack)
+            await terminal_of(stream.log)
+            assert told(stream.log) == told(expected), position
+        accepted = [replica.engine.stats().accepted_tokens_total for replica in stack.replicas]
+        assert sum(accepted) > 100
 
 
 async def test_a_sampled_answer_goes_on_with_the_draws_of_its_seed() -> None:
