@@ -94,7 +94,7 @@ class FusedRunner:
             raise UnsupportedModel(f"the fused runner does not compute in {dtype}")
         is_int8 = config.quantization == "int8"
         if is_int8 and not supports_int8():
-            raise UnsupportedModel("quantization int8 needs an x86 CPU with AVX2")
+            raise UnsupportedModel("quantization int8 needs an x86 CPU with VNNI")
         torch.set_num_threads(cpu_threads(config))
         checkpoint = Checkpoint(folder)
         model = FusedModel(

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from deployments.engine import kernels
 from deployments.engine.kernels import LANES
-from deployments.engine.linears import BFloat16Linear, Float32Linear, Linear
+from deployments.engine.linears import BFloat16Linear, Float32Linear, Linear, padded_rows
 from deployments.engine.runner import UnsupportedModel
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -188,10 +188,13 @@ class Pass:
         self._model = model
         self._step = step
         self._attend = attend
-        self.hidden = model.embed(step.token_ids)
-        num_tokens, width = self.hidden.shape
+        embedded = model.embed(step.token_ids)
+        # Rows behind the tokens' own are computed on zeros, for nobody.
+        num_tokens, width = padded_rows(len(embedded)), embedded.shape[1]
+        self.hidden = np.zeros((num_tokens, width), np.float32)
+        self.hidden[: len(embedded)] = embedded
         self._normed = torch.empty(num_tokens, width, dtype=model.dtype)
-        self._attended = torch.empty(
+        self._attended = torch.zeros(
             num_tokens, model.num_heads * model.head_size, dtype=model.dtype
         )
         self._gated = torch.empty(num_tokens, model.intermediate_size, dtype=model.dtype)
@@ -215,9 +218,9 @@ class Pass:
         self._change = bits(layer.down(self._gated))
 
     def end(self, norm: Array) -> Tensor:
-        """(R, H): what the head takes, for the tokens whose logits are wanted."""
+        """(R', H): what the head takes, for the tokens whose logits are wanted, and padding."""
         at = self._step.logits_at
-        last = torch.empty(len(at), self.hidden.shape[1], dtype=self._model.head_dtype)
+        last = torch.zeros(padded_rows(len(at)), self.hidden.shape[1], dtype=self._model.head_dtype)
         kernels.add_and_norm(self.hidden[at], self._change[at], norm, self._model.eps, bits(last))
         return last
 
@@ -287,7 +290,7 @@ class FusedModel:
         pass_ = Pass(self, step, attend)
         for layer, held in zip(self._layers, blocks, strict=True):
             pass_.run(layer, *held)
-        return self._head(pass_.end(self._norm)).float()
+        return self._head(pass_.end(self._norm))[: len(step.logits_at)].float()
 
 
 def _rotation(model_config: Any, max_model_len: int) -> Array:

@@ -31,6 +31,7 @@ BLOCK_TOKENS = 32
 LANES = 16
 SHARE = 96
 """Queries of one head that a thread takes at a time."""
+ZERO_BYTE = 128
 MAX_QUERIES = 4
 """Queries that share each load of keys and values; 4 x 4 sums fit the registers of AVX-512."""
 
@@ -554,33 +555,29 @@ def gate(both, out):
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
-def scale_rows(x, scaled, largest):
-    """Divides each row by its largest number, for products of 8 bits.
+def quantise_rows(x, quantised, factors):
+    """Rows in 8 bits: x = (quantised - ZERO_BYTE) * factor, the largest of a row 127 factors.
 
     Args:
-        x: (T, K) float32.
-        scaled: (T + 1, K) float32, filled; the last row holds 1, -1 and zeros.
-        largest: (T, 1) float32, filled with what each row is to be multiplied by.
+        x: (M, K) float32. A row with a NaN gets one as its factor.
+        quantised: (M, K) uint8, filled. factors: (M,) float32, filled.
     """
-    num_rows, size = x.shape
-    for t in range(num_rows):
-        line = x[t]
-        most = np.float32(1e-20)
-        for d in range(size):
-            most = max(most, abs(line[d]))
-        largest[t, 0] = most
-        factor = np.float32(1.0) / most
-        for d in range(size):
-            scaled[t, d] = line[d] * factor
-    for d in range(size):
-        scaled[num_rows, d] = 0.0
-    scaled[num_rows, 0] = 1.0
-    scaled[num_rows, 1] = -1.0
+    for t in range(x.shape[0]):
+        line, numbers = x[t], quantised[t]
+        # The bits of positive floats are in the order of the floats; a NaN is above all others.
+        most = np.uint32(0)
+        for d in range(line.shape[0]):
+            most = max(most, as_bits(line[d]) & np.uint32(0x7FFFFFFF))
+        largest = as_float(most)
+        factors[t] = largest / np.float32(127.0)
+        factor = np.float32(127.0) / max(largest, np.float32(1e-20))
+        for d in range(line.shape[0]):
+            numbers[d] = np.uint8(np.int32(np.rint(line[d] * factor)) + np.int32(ZERO_BYTE))
 
 
 @numba.njit(nogil=True, cache=True)
-def unscale_rows(x, largest):
-    """x *= largest: (T, K) by (T, 1)."""
+def scale_rows(x, factors):
+    """x *= factors: (M, N) by (M,)."""
     for t in range(x.shape[0]):
         for d in range(x.shape[1]):
-            x[t, d] *= largest[t, 0]
+            x[t, d] *= factors[t]

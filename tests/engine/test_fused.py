@@ -57,7 +57,7 @@ PROMPT_LENGTHS = (1, 2, 9, 31, 32, 33, 40, 70)
 MAX_TOKENS = 10
 CONFIG = replace(SMALL, max_num_batched_tokens=40, prefill_chunk_tokens=16)
 
-int8 = pytest.mark.skipif(not supports_int8(), reason="no FBGEMM here")
+int8 = pytest.mark.skipif(not supports_int8(), reason="no VNNI here")
 KINDS = [
     pytest.param({"dtype": "float32"}, id="float32"),
     pytest.param({"dtype": "bfloat16"}, id="bfloat16"),

@@ -10,6 +10,7 @@ from deployments.engine.linears import (
     Float32Linear,
     Int8Linear,
     Linear,
+    padded_rows,
     supports_int8,
 )
 
@@ -21,7 +22,7 @@ KINDS = [
         Int8Linear,
         0.02,
         id="int8",
-        marks=pytest.mark.skipif(not supports_int8(), reason="no FBGEMM here"),
+        marks=pytest.mark.skipif(not supports_int8(), reason="no VNNI here"),
     ),
 ]
 
@@ -56,8 +57,19 @@ def test_a_row_does_not_depend_on_its_company(
         assert torch.equal(linear(x[11 : 11 + n]), together[11 : 11 + n]), n
 
 
-@pytest.mark.skipif(not supports_int8(), reason="no FBGEMM here")
+@pytest.mark.skipif(not supports_int8(), reason="no VNNI here")
 def test_rows_of_zeros_stay_zeros_in_8_bits() -> None:
     linear = Int8Linear(torch.randn(32, 16), None)
     got = linear(torch.zeros(2, 16))
     assert got.abs().max() < 1e-15
+
+
+def test_few_numbers_of_rows_are_computed_and_hardly_more_rows_than_asked_for() -> None:
+    asked = range(1, 1025)
+    computed = [padded_rows(n) for n in asked]
+    assert all(
+        n <= padded and padded <= max(2, 9 * n / 8)
+        for n, padded in zip(asked, computed, strict=True)
+    )
+    assert len(set(computed)) < 64
+    assert [padded_rows(n) for n in computed] == computed
