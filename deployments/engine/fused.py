@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import numba
@@ -95,14 +96,16 @@ class FusedRunner:
         is_int8 = config.quantization == "int8"
         if is_int8 and not supports_int8():
             raise UnsupportedModel("quantization int8 needs an x86 CPU with VNNI")
-        torch.set_num_threads(cpu_threads(config))
+        num_threads = cpu_threads(config)
+        torch.set_num_threads(num_threads)
         checkpoint = Checkpoint(folder)
         model = FusedModel(
             model_config,
             checkpoint,
             max_model_len=max(max_model_len, CALIBRATION_TOKENS),
             dtype=dtype,
-            quantise=Quantiser if is_int8 else None,
+            num_threads=num_threads,
+            quantise=partial(Quantiser, num_threads=num_threads) if is_int8 else None,
         )
         logger.info("loaded %s on the CPU in %s", folder, "int8" if is_int8 else dtype)
         return cls(

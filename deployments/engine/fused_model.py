@@ -22,12 +22,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from deployments.engine import kernels
 from deployments.engine.kernels import LANES
-from deployments.engine.linears import BFloat16Linear, Float32Linear, Linear, padded_rows
+from deployments.engine.linears import (
+    Float32Linear,
+    Linear,
+    MakeLinear,
+    make_bfloat16,
+    padded_rows,
+)
 from deployments.engine.runner import UnsupportedModel
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 Array = NDArray[Any]
-MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 Blocks = tuple[Array, Array]
 """Keys and values of one layer, as `kernels` has them."""
 
@@ -190,7 +195,7 @@ class Pass:
         self._attend = attend
         embedded = model.embed(step.token_ids)
         # Rows behind the tokens' own are computed on zeros, for nobody.
-        num_tokens, width = padded_rows(len(embedded)), embedded.shape[1]
+        num_tokens, width = model.num_rows(len(embedded)), embedded.shape[1]
         self.hidden = np.zeros((num_tokens, width), np.float32)
         self.hidden[: len(embedded)] = embedded
         self._normed = torch.empty(num_tokens, width, dtype=model.dtype)
@@ -244,9 +249,12 @@ class FusedModel:
         *,
         max_model_len: int,
         dtype: torch.dtype,
+        num_threads: int = 1,
         quantise: Callable[[FusedModel], Callable[[LayerWeights], Layer]] | None = None,
     ) -> None:
-        linear: MakeLinear = BFloat16Linear if dtype == torch.bfloat16 else Float32Linear
+        linear: MakeLinear = (
+            make_bfloat16(num_threads) if dtype == torch.bfloat16 else Float32Linear
+        )
         self.kv_dtype = self.head_dtype = dtype
         self.dtype = dtype if quantise is None else torch.float32
         self.num_heads = model_config.num_attention_heads
@@ -262,6 +270,7 @@ class FusedModel:
         self._embedding = embedding.to(dtype, copy=True)
         head = checkpoint.find("lm_head.weight")
         self._head = linear(embedding if head is None else head, None)
+        self._is_padded = self._head.has_kernels_by_rows
         pack = (lambda layer: layer.packed(linear)) if quantise is None else quantise(self)
         self._layers = [pack(checkpoint.layer(number)) for number in range(self.num_layers)]
         self._norm = floats(checkpoint.take("model.norm.weight"))
@@ -271,6 +280,10 @@ class FusedModel:
     @property
     def vocab_size(self) -> int:
         return int(self._embedding.shape[0])
+
+    def num_rows(self, num_rows: int) -> int:
+        """How many rows are computed where so many are needed."""
+        return padded_rows(num_rows) if self._is_padded else num_rows
 
     def embed(self, token_ids: Array) -> Array:
         """(T,) to (T, H) float32."""

@@ -32,6 +32,7 @@ LANES = 16
 SHARE = 96
 """Queries of one head that a thread takes at a time."""
 ZERO_BYTE = 128
+"""Stands for 0 in activations of 8 bits, which have no sign."""
 MAX_QUERIES = 4
 """Queries that share each load of keys and values; 4 x 4 sums fit the registers of AVX-512."""
 
@@ -44,7 +45,7 @@ EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2,
 """Of the polynomial for exp on [-ln 2 / 2, ln 2 / 2], from Moshier's Cephes library."""
 
 
-class _Vectors:
+class Vectors:
     """What the inner loops are made of, for one function that is being built."""
 
     def __init__(self, context: Any, builder: Any) -> None:
@@ -84,10 +85,10 @@ class _Vectors:
         narrow = builder.trunc(builder.lshr(rounded, sixteen), halves)
         builder.store(narrow, builder.bitcast(pointer, halves.as_pointer()), align=2)
 
-    def broadcast(self, number: Any) -> Any:
-        one = self.builder.insert_element(ir.Constant(VECTOR, ir.Undefined), number, I32(0))
-        zeros = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
-        return self.builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), zeros)
+    def broadcast(self, number: Any, kind: Any = VECTOR) -> Any:
+        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), number, I32(0))
+        zeros = ir.Constant(VECTOR_I, [0] * LANES)
+        return self.builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
 
     def call(self, name: str, result: Any, *args: Any) -> Any:
         module = self.builder.module
@@ -143,7 +144,7 @@ def _scores(typingctx, num_queries, q, q_at, q_step, keys, keys_at, head_size, o
     """out[i, j] = q[i] . keys[:, j] for one block; q[i] begins at q_at + i * q_step."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vectors = _Vectors(context, builder)
+        vectors = Vectors(context, builder)
         n = _queries(signature.args[0])
         q_data = vectors.data(signature.args[1], args[1])
         key_data = vectors.data(signature.args[4], args[4])
@@ -183,7 +184,7 @@ def _soften(typingctx, scores, at, num_valid, scale, running, index):  # fmt: sk
     """
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vectors = _Vectors(context, builder)
+        vectors = Vectors(context, builder)
         data = vectors.data(signature.args[0], args[0])
         state = vectors.data(signature.args[4], args[4])
         at, num_valid, index = args[1], args[2], args[5]
@@ -230,7 +231,7 @@ def _gather(typingctx, num_queries, num_vectors, weights, num_valid, values, val
     """out[i] = out[i] * factor[i] + weights[i] @ values for 16 * num_vectors columns of a block."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vectors = _Vectors(context, builder)
+        vectors = Vectors(context, builder)
         n, width = _queries(signature.args[0]), _queries(signature.args[1])
         weight_data = vectors.data(signature.args[2], args[2])
         value_data = vectors.data(signature.args[4], args[4])
@@ -528,7 +529,7 @@ def _gate(typingctx, both, at, size, out, out_at):
     """out[i] = silu(both[i]) * both[size + i], for 16 numbers."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vectors = _Vectors(context, builder)
+        vectors = Vectors(context, builder)
         data = vectors.data(signature.args[0], args[0])
         gate = vectors.load(vectors.at(data, args[1]))
         up = vectors.load(vectors.at(data, args[1], args[2]))

@@ -9,7 +9,7 @@ from torch import Tensor
 from deployments.engine import kernels
 from deployments.engine.fused_model import FusedModel, Layer, LayerWeights, Pass, Step, Weights
 from deployments.engine.kernels import BLOCK_TOKENS
-from deployments.engine.linears import Float32Linear, Int8Linear, Linear
+from deployments.engine.linears import Float32Linear, Linear, make_int8
 
 CALIBRATION_TOKENS = 128
 
@@ -23,7 +23,8 @@ class Quantiser:
     norm, or the rows of the projection up.
     """
 
-    def __init__(self, model: FusedModel) -> None:
+    def __init__(self, model: FusedModel, *, num_threads: int) -> None:
+        self._make = make_int8(num_threads)
         rng = np.random.default_rng(0)
         # Which columns are large is the layers' own doing: random tokens show it as text does.
         token_ids = rng.integers(0, model.vocab_size, CALIBRATION_TOKENS)
@@ -61,7 +62,7 @@ class Quantiser:
             layer.middle_norm / gate_up_factor.numpy(),
             Weights(gate_up, up_bias),
             Weights(down, layer.down.bias),
-        ).packed(Int8Linear)
+        ).packed(self._make)
 
 
 class _Watched(Float32Linear):

@@ -10,20 +10,24 @@ from deployments.engine.linears import (
     Float32Linear,
     Int8Linear,
     Linear,
+    OneDnnBFloat16Linear,
+    OneDnnInt8Linear,
     padded_rows,
     supports_int8,
+    supports_own_bfloat16,
+    supports_own_int8,
 )
 
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 32, 33, 64, 100, 129)
+own_bfloat16 = pytest.mark.skipif(not supports_own_bfloat16(), reason="no AVX512-BF16 here")
+own_int8 = pytest.mark.skipif(not supports_own_int8(), reason="no AVX512-VNNI here")
+int8 = pytest.mark.skipif(not supports_int8(), reason="no VNNI here")
 KINDS = [
-    pytest.param(BFloat16Linear, 0.01, id="bfloat16"),
+    pytest.param(BFloat16Linear, 0.01, id="bfloat16", marks=own_bfloat16),
+    pytest.param(OneDnnBFloat16Linear, 0.01, id="oneDNN bfloat16"),
     pytest.param(Float32Linear, 1e-5, id="float32"),
-    pytest.param(
-        Int8Linear,
-        0.02,
-        id="int8",
-        marks=pytest.mark.skipif(not supports_int8(), reason="no VNNI here"),
-    ),
+    pytest.param(Int8Linear, 0.02, id="int8", marks=own_int8),
+    pytest.param(OneDnnInt8Linear, 0.02, id="oneDNN int8", marks=int8),
 ]
 
 
@@ -57,11 +61,53 @@ def test_a_row_does_not_depend_on_its_company(
         assert torch.equal(linear(x[11 : 11 + n]), together[11 : 11 + n]), n
 
 
-@pytest.mark.skipif(not supports_int8(), reason="no VNNI here")
-def test_rows_of_zeros_stay_zeros_in_8_bits() -> None:
-    linear = Int8Linear(torch.randn(32, 16), None)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(Int8Linear, marks=own_int8), pytest.param(OneDnnInt8Linear, marks=int8)],
+)
+def test_rows_of_zeros_stay_zeros_in_8_bits(kind: type[Linear]) -> None:
+    linear = kind(torch.randn(32, 16), None)  # type: ignore[call-arg]
     got = linear(torch.zeros(2, 16))
     assert got.abs().max() < 1e-15
+
+
+@own_int8
+def test_8_bits_are_summed_as_onednn_sums_them() -> None:
+    weight, x, bias = torch.randn(208, 96), torch.randn(13, 96) * 5, torch.randn(208)
+    assert torch.equal(Int8Linear(weight, bias)(x), OneDnnInt8Linear(weight, bias)(x))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(BFloat16Linear, marks=own_bfloat16), pytest.param(Int8Linear, marks=own_int8)],
+)
+@pytest.mark.parametrize("num_out", [1, 15, 16, 50, 64, 65, 250])
+def test_any_number_of_columns_on_any_number_of_threads_is_computed(
+    kind: type[BFloat16Linear] | type[Int8Linear], num_out: int
+) -> None:
+    weight, bias = torch.randn(num_out, 80), torch.randn(num_out)
+    x = torch.randn(11, 80).to(kind.activation_dtype)
+    one = kind(weight, bias)(x)
+    assert one.shape == (11, num_out)
+    expected = torch.nn.functional.linear(x.float(), weight, bias)
+    assert ((one - expected).norm() / expected.norm()).item() < 0.02
+    assert torch.equal(kind(weight, bias, in_parallel=True)(x), one)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(BFloat16Linear, marks=own_bfloat16), pytest.param(Int8Linear, marks=own_int8)],
+)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_poisoned_row_stays_alone(kind: type[Linear], poison: float) -> None:
+    linear = kind(torch.randn(32, 64), None)  # type: ignore[call-arg]
+    x = torch.randn(7, 64).to(linear.activation_dtype)
+    expected = linear(x)
+    x[3, 5] = poison
+    got = linear(x)
+    assert not got[3].isfinite().all()
+    others = [0, 1, 2, 4, 5, 6]
+    assert torch.equal(got[others], expected[others])
 
 
 def test_few_numbers_of_rows_are_computed_and_hardly_more_rows_than_asked_for() -> None:
