@@ -12,7 +12,7 @@ import math
 import numba
 import numpy as np
 
-from deployments.engine.kernels import EXP_TERMS, LN2_HIGH, LN2_LOW, LOG2_E, as_bits, as_float
+from deployments.engine.vectors import EXP_TERMS, LN2_HIGH, LN2_LOW, LOG2_E, as_bits, as_float
 
 CUTS = (6.0, 12.0, 24.0, math.inf)
 """How far below the best one, in scaled logits, the tokens that are looked at may lie."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from deployments.engine import kernels
+from deployments.engine import block_attention
+from deployments.engine.block_attention import BLOCK_TOKENS, block_shapes
 from deployments.engine.blocks import BlockPool
 from deployments.engine.config import EngineConfig
-from deployments.engine.fused_model import Checkpoint, FusedModel, Step, bits, find_obstacle
-from deployments.engine.kernels import BLOCK_TOKENS
+from deployments.engine.fused_model import Checkpoint, FusedModel, Step, find_obstacle, words
 from deployments.engine.kv_cache import LayerShape, fit_pool, zeros
 from deployments.engine.linears import supports_int8
 from deployments.engine.quantization import CALIBRATION_TOKENS, Quantiser
@@ -68,13 +68,18 @@ class FusedRunner:
             keeps_answers=True,
             max_kept=kept_bytes(config, num_weight_bytes) // block_bytes,
         )
-        by_key = (num_blocks, model.num_kv_heads, model.head_size, BLOCK_TOKENS)
-        by_value = (num_blocks, model.num_kv_heads, BLOCK_TOKENS, model.head_size)
+        group = 4 // dtype.itemsize
+        shapes = block_shapes(num_blocks, model.num_kv_heads, model.head_size, group)
         self._blocks = [
-            (bits(zeros(by_key, dtype, cpu)), bits(zeros(by_value, dtype, cpu)))
+            (
+                words(zeros((*shapes[0], group), dtype, cpu)),
+                words(zeros((*shapes[1], group), dtype, cpu)),
+            )
             for _ in range(model.num_layers)
         ]
-        self._attend = kernels.attend if self._num_threads == 1 else kernels.attend_in_parallel
+        self._attend = (
+            block_attention.attend if self._num_threads == 1 else block_attention.attend_in_parallel
+        )
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig) -> FusedRunner:

@@ -20,8 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from deployments.engine import kernels
-from deployments.engine.kernels import LANES
+from deployments.engine import block_attention, kernels
 from deployments.engine.linears import (
     Float32Linear,
     Linear,
@@ -30,11 +29,12 @@ from deployments.engine.linears import (
     padded_rows,
 )
 from deployments.engine.runner import UnsupportedModel
+from deployments.engine.vectors import LANES
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 Array = NDArray[Any]
 Blocks = tuple[Array, Array]
-"""Keys and values of one layer, as `kernels` has them."""
+"""Keys and values of one layer, as `block_attention` has them."""
 
 
 def find_obstacle(model_config: Any, max_model_len: int) -> str | None:
@@ -171,7 +171,7 @@ class Step:
 
     Attributes:
         token_ids, positions, locations: (T,) int64.
-        tables, pieces: as `kernels.attend` takes them.
+        tables, pieces: as `block_attention.attend` takes them.
         logits_at: (R,) int64, packed tokens behind which logits are wanted.
     """
 
@@ -209,7 +209,7 @@ class Pass:
     def run(self, layer: Layer, keys: Array, values: Array) -> None:
         eps, step, normed = self._model.eps, self._step, self._normed
         kernels.add_and_norm(self.hidden, self._change, layer.input_norm, eps, bits(normed))
-        kernels.place_qkv(
+        block_attention.place_qkv(
             bits(layer.qkv(normed)), self._model.rotation, step.positions, step.locations,
             layer.q_norm, layer.k_norm, eps, self._queries, keys, values,
         )  # fmt: skip
@@ -295,7 +295,7 @@ class FusedModel:
 
         Args:
             blocks: keys and values of each layer.
-            attend: `kernels.attend` or its parallel form.
+            attend: `block_attention.attend` or its parallel form.
 
         Returns:
             (R, V) float32 logits for `step.logits_at`.
@@ -323,3 +323,9 @@ def bits(tensor: Tensor) -> Array:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy()
     return tensor.numpy()
+
+
+def words(tensor: Tensor) -> Array:
+    """(..., g) numbers as (...) words of 32 bits, for the blocks of `block_attention`."""
+    array = bits(tensor)
+    return array.view(np.uint32 if array.itemsize == 2 else np.float32)[..., 0]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from deployments.engine import kernels, products
-from deployments.engine.kernels import LANES, ZERO_BYTE
+from deployments.engine.kernels import ZERO_BYTE
+from deployments.engine.vectors import LANES
 
 LEAST_ROWS = 2
 

@@ -1,6 +1,6 @@
 """Matrix products of 16 and 8 bits by the AVX-512 instructions that sum such products.
 
-Compiled by numba as `kernels` are. Weights are packed once, in tiles of 64 output columns, and
+Compiled by numba, of `vectors`. Weights are packed once, in tiles of 64 output columns, and
 each tile is read once for up to six rows: 24 sums, four vectors of weights and one of activations
 fit the 32 registers. Every number of a result is one chain of sums over the
 input columns, in their order: it does not depend on how many rows or threads there are.
@@ -8,20 +8,18 @@ input columns, in their order: it does not depend on how many rows or threads th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from deployments.engine.kernels import I64, LANES, VECTOR, VECTOR_I, Vectors
-
-# For the instructions that are given by name, as LLVM's own names of them change.
-binding.initialize_native_asmparser()
+from deployments.engine.vectors import I64, LANES, VECTOR, VECTOR_I, Vectors
 
 TILE = 64
 """Output columns that are computed together: four vectors."""
@@ -47,18 +45,10 @@ def pack(weight: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3))
 
 
-def _accumulate(instruction: str, kind: Any, builder: Any, total: Any, x: Any, weights: Any) -> Any:
-    """`total` plus the products of each lane's numbers."""
-    signature = ir.FunctionType(kind, [VECTOR_I, VECTOR_I, kind])
-    return builder.asm(
-        signature, f"{instruction} $2, $1, $0", "=v,v,v,0", [x, weights, total], False
-    )
-
-
 def _sums(
     vectors: Vectors,
     num_rows: int,
-    instruction: str,
+    add: Callable[[Any, Any, Any], Any],
     starts: list[Any],
     x: tuple[Any, Any, Any],
     packed: tuple[Any, Any],
@@ -67,6 +57,7 @@ def _sums(
     """The sums of `num_rows` rows for the four vectors of a tile.
 
     Args:
+        add: sums a vector, a word of a row in all lanes, and a vector of weights.
         starts: what each vector begins with.
         x: pointer, first element and elements from row to row, in words of 32 bits.
         packed: pointer and first element, in words of 32 bits.
@@ -86,15 +77,12 @@ def _sums(
         weights = []
         for j in range(NUM_VECTORS):
             pointer = builder.gep(w_data, [builder.add(place, I64(LANES * j))])
-            weights.append(builder.load(builder.bitcast(pointer, VECTOR_I.as_pointer()), align=4))
+            weights.append(vectors.load_words(pointer))
         for i in range(num_rows):
             word = builder.load(builder.gep(x_data, [builder.add(row_at[i], loop.index)]))
             several = vectors.broadcast(word, VECTOR_I)
             for j in range(NUM_VECTORS):
-                total = _accumulate(
-                    instruction, kind, builder, builder.load(slots[i][j]), several, weights[j]
-                )
-                builder.store(total, slots[i][j])
+                builder.store(add(builder.load(slots[i][j]), several, weights[j]), slots[i][j])
     return [[builder.load(slot) for slot in row] for row in slots]
 
 
@@ -110,7 +98,7 @@ def _bf16_rows(typingctx, num_rows, x, x_at, packed, packed_at, num_groups, num_
         n = int(signature.args[0].literal_value)
         zero = ir.Constant(VECTOR, [0.0] * LANES)
         sums = _sums(
-            vectors, n, "vdpbf16ps", [zero] * NUM_VECTORS,
+            vectors, n, vectors.add_products, [zero] * NUM_VECTORS,
             (vectors.data(signature.args[1], args[1]), args[2], args[5]),
             (vectors.data(signature.args[3], args[3]), args[4]), args[5],
         )  # fmt: skip
@@ -144,10 +132,10 @@ def _int8_rows(typingctx, num_rows, x, x_at, packed, packed_at, num_groups, num_
         starts, scales = [], []
         for j in range(NUM_VECTORS):
             pointer = vectors.at(start_data, args[9], I64(LANES * j))
-            starts.append(builder.load(builder.bitcast(pointer, VECTOR_I.as_pointer()), align=4))
+            starts.append(vectors.load_words(pointer))
             scales.append(vectors.load(vectors.at(scale_data, args[9], I64(LANES * j))))
         sums = _sums(
-            vectors, n, "vpdpbusd", starts,
+            vectors, n, vectors.add_byte_products, starts,
             (vectors.data(signature.args[1], args[1]), args[2], args[5]),
             (vectors.data(signature.args[3], args[3]), args[4]), args[5],
         )  # fmt: skip

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deployments.engine import kernels
+from deployments.engine import block_attention
+from deployments.engine.block_attention import BLOCK_TOKENS, block_shapes
 from deployments.engine.fused_model import FusedModel, Layer, LayerWeights, Pass, Step, Weights
-from deployments.engine.kernels import BLOCK_TOKENS
 from deployments.engine.linears import Float32Linear, Linear, make_int8
 
 CALIBRATION_TOKENS = 128
@@ -32,13 +32,9 @@ class Quantiser:
         blocks = np.arange(-(-CALIBRATION_TOKENS // BLOCK_TOKENS), dtype=np.int32)
         pieces = np.array([[0, 0, CALIBRATION_TOKENS, 0]])
         step = Step(token_ids, at, at, blocks[None], pieces, at[-1:])
-        self._pass = Pass(model, step, kernels.attend)
-        self._keys = np.zeros(
-            (len(blocks), model.num_kv_heads, model.head_size, BLOCK_TOKENS), np.float32
-        )
-        self._values = np.zeros(
-            (len(blocks), model.num_kv_heads, BLOCK_TOKENS, model.head_size), np.float32
-        )
+        self._pass = Pass(model, step, block_attention.attend)
+        shapes = block_shapes(len(blocks), model.num_kv_heads, model.head_size, 1)
+        self._keys, self._values = (np.zeros(shape, np.float32) for shape in shapes)
 
     def __call__(self, layer: LayerWeights) -> Layer:
         """The layer as it will be computed; the tokens go on through the layer as it was."""
