@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve dev test chaos fuzz lint format schemas models clean
+.PHONY: help install serve dev test chaos clients fuzz lint format schemas models clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -47,6 +47,11 @@ test: lint models  ## lint, then every test: units, a real Serve cluster, the re
 REPEATS ?= 10
 chaos: $(STAMP) models  ## kill and hang parts of a cluster, REPEATS=10 times each: about an hour
 	$(BIN)/pytest tests/chaos -m chaos --repeats $(REPEATS)
+
+FUZZ_SECONDS ?= 600
+clients: $(STAMP) models  ## other people's clients against a real server: about half an hour
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/pytest tests/clients -m clients
+	$(BIN)/python -m tests.clients.results
 
 SECONDS ?= 600
 fuzz: $(STAMP)  ## fuzz the protocol for SECONDS=600

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from app.openai_errors import name_request
-from app.openai_types import inline_schema
 from app.serving import ModelInfo
 from protocol.errors import InputTooLarge, InvalidRequest, ModelNotFound
 
@@ -85,9 +82,3 @@ def json_response(request: Request, reply: msgspec.Struct) -> Response:
     """A reply of one JSON object."""
     headers = {"x-request-id": name_request(request)}
     return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
-
-
-def describe_body(body: type[msgspec.Struct]) -> dict[str, Any]:
-    """What FastAPI's document says of a body that FastAPI does not read itself."""
-    content = {"application/json": {"schema": inline_schema(body)}}
-    return {"requestBody": {"required": True, "content": content}}

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 import uuid
-from http import HTTPStatus
+from http import HTTPMethod, HTTPStatus
 
 import msgspec
 from fastapi import FastAPI
@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import InternalError, InvalidRequest, ServingError
@@ -138,7 +139,22 @@ async def _answer_http_exception(request: Request, exc: Exception) -> Response:
         )
     )
     headers = {**(exc.headers or {}), "x-request-id": name_request(request)}
+    if exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["allow"] = ", ".join(_allowed_methods(request))
+        headers.pop("Allow", None)
     return _json_response(exc.status_code, reply, headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Those of all routes with this path; the router names only the first one's."""
+    return [
+        method.value
+        for method in sorted(HTTPMethod)
+        if any(
+            route.matches({**request.scope, "method": method.value})[0] is Match.FULL
+            for route in request.app.routes
+        )
+    ]
 
 
 async def _answer_validation_error(request: Request, exc: Exception) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.openai_types import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
-from protocol.token_log import TokenDelta, TokenLogprob
+from protocol.token_log import PromptToken, TokenDelta, TokenLogprob
 
 REPLACEMENT_CHARACTER = "\ufffd"
 
@@ -31,6 +31,34 @@ def chat_logprobs(deltas: Sequence[TokenDelta]) -> ChatLogprobs | None:
     )
 
 
+def prompt_logprobs(tokens: Sequence[PromptToken], text: str) -> CompletionLogprobs:
+    """Those of a prompt that comes back as `text`."""
+    return CompletionLogprobs(
+        tokens=[entry.token for entry in tokens],
+        token_logprobs=[entry.logprob for entry in tokens],
+        top_logprobs=[
+            None if entry.logprob is None else _best(entry.top, entry.token, entry.logprob)
+            for entry in tokens
+        ],
+        # Where a tokenizer changes a text, its tokens may be longer.
+        text_offset=[min(entry.offset, len(text)) for entry in tokens],
+    )
+
+
+def joined(
+    first: CompletionLogprobs | None, second: CompletionLogprobs | None
+) -> CompletionLogprobs | None:
+    """Those of a text and of the one behind it."""
+    if first is None or second is None:
+        return first or second
+    return CompletionLogprobs(
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        text_offset=first.text_offset + second.text_offset,
+    )
+
+
 def completion_logprobs(deltas: Sequence[TokenDelta], *, offset: int) -> CompletionLogprobs | None:
     """Those of text completions, whose text goes on at `offset`; None where not asked for."""
     entries = logprob_entries(deltas)
@@ -39,7 +67,7 @@ def completion_logprobs(deltas: Sequence[TokenDelta], *, offset: int) -> Complet
     return CompletionLogprobs(
         tokens=[entry.token for entry in entries],
         token_logprobs=[entry.logprob for entry in entries],
-        top_logprobs=[_best(entry) for entry in entries],
+        top_logprobs=[_best(entry.top, entry.token, entry.logprob) for entry in entries],
         text_offset=list(_offsets(deltas, offset)),
     )
 
@@ -51,15 +79,15 @@ def logprob_entries(deltas: Sequence[TokenDelta]) -> list[TokenLogprob] | None:
     return [entry for delta in deltas for entry in delta.logprobs or ()]
 
 
-def _best(entry: TokenLogprob) -> dict[str, float]:
+def _best(top: Sequence[tuple[int, str, float]], token: str, logprob: float) -> dict[str, float]:
     """The alternatives by their text, the token itself among them.
 
     Tokens that are only parts of a character share one text: the likeliest is kept.
     """
     best: dict[str, float] = {}
-    for _, token, logprob in entry.top:
-        best.setdefault(token, logprob)
-    best.setdefault(entry.token, entry.logprob)
+    for _, other, value in top:
+        best.setdefault(other, value)
+    best.setdefault(token, logprob)
     return best
 
 

@@ -7,7 +7,7 @@ dropped: what we cannot do is a 400, so that nobody takes another answer for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 import msgspec
@@ -36,6 +36,7 @@ class Plan:
 
     Args:
         counts_usage: every chunk tells the usage so far.
+        echo: the texts of the prompts, where they are to come back before the answers.
     """
 
     requests: tuple[InferenceRequest, ...]
@@ -44,6 +45,7 @@ class Plan:
     include_usage: bool = False
     counts_usage: bool = False
     tools: ToolPlan = NO_TOOLS
+    echo: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,15 @@ def plan_completion(body: CompletionBody, caller: Caller) -> Plan:
     _refuse_unsupported_completion(body)
     fields = _fields(body)
     fields["response_format"] = _structured_outputs(body)
-    if body.max_tokens is None:
+    is_prompt_only = bool(body.echo) and body.max_tokens == 0
+    if is_prompt_only:
+        # In the place of 0, which no other request may have.
+        fields["max_tokens"] = 1
+        if body.min_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {body.min_tokens}, above max_tokens 0", param="min_tokens", limit=0
+            )
+    elif body.max_tokens is None:
         fields["max_tokens"] = max(DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0)
     requests = []
     for at, prompt in _prompts(body.prompt):
@@ -144,7 +154,34 @@ def plan_completion(body: CompletionBody, caller: Caller) -> Plan:
                 exc.param = at + exc.param.removeprefix("prompt")
                 exc.message = exc.message.replace("prompt", at, 1)
             raise
-    return _plan(body, caller, requests)
+    plan = _plan(body, caller, requests)
+    if not body.echo or not (is_prompt_only or body.logprobs is not None):
+        return plan
+    return _computing_prompts(plan, is_prompt_only=is_prompt_only)
+
+
+def _computing_prompts(plan: Plan, *, is_prompt_only: bool) -> Plan:
+    """The plan for an echo that the model has to compute.
+
+    Raises:
+        InvalidRequest: only the cache is asked, which knows no prompt's probabilities.
+    """
+    requests = []
+    for request in plan.requests:
+        if request.cache == "only":
+            raise InvalidRequest(
+                "echo with logprobs, or without a token, has to be computed: cache 'only' excludes it",
+                param="echo",
+            )
+        requests.append(
+            msgspec.structs.replace(
+                request,
+                is_prompt_only=is_prompt_only,
+                prompt_logprobs=request.sampling.logprobs,
+                cache="bypass",
+            )
+        )
+    return replace(plan, requests=tuple(requests))
 
 
 def _plan(
@@ -286,8 +323,6 @@ def _refuse_unsupported_chat(body: ChatBody) -> None:
 
 
 def _refuse_unsupported_completion(body: CompletionBody) -> None:
-    if body.echo:
-        raise InvalidRequest("echo is not supported", param="echo")
     if body.suffix:
         raise InvalidRequest("suffix is not supported", param="suffix")
     if body.best_of not in (None, 1):

@@ -34,6 +34,7 @@ _SAMPLING = (
     "priority",
     "timeout_s",
 )
+_SEND_WHOLE = "send the item whole, as clients do that are told store: false"
 _OUR_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 Turn = dict[str, Any]
@@ -116,7 +117,8 @@ def read_input(items: str | Sequence[dict[str, Any]]) -> list[Turn]:
             _require(item.call_id, f"{at}.call_id")
             turns.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
         elif item.type != "reasoning":
-            hint = ": nothing is kept, send it whole" if item.type == "item_reference" else ""
+            is_reference = item.type == "item_reference"
+            hint = f": nothing is kept, {_SEND_WHOLE}" if is_reference else ""
             raise InvalidRequest(
                 f"{at}.type {item.type[:60]!a} is not supported{hint}", param=f"{at}.type"
             )

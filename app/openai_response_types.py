@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from app.openai_types import IGNORED_EVERYWHERE, refused
 from protocol.request import CachePolicy
@@ -94,6 +94,53 @@ class SocketBody(ResponseBody, frozen=True, kw_only=True):
     input: str | list[dict[str, Any]] = []
     stream_id: Annotated[str, Meta(max_length=256)] | None = None
     generate: bool | None = None
+
+
+class OutputItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One item of `output`, for the document: a message, or a function call."""
+
+    id: str
+    type: Literal["message", "function_call"]
+    status: Literal["completed", "incomplete", "in_progress"]
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: list[dict[str, Any]] | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What /v1/responses answers with, for the document."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    background: Literal[False]
+    error: None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    usage: ResponseUsage
 
 
 class InputPart(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,21 +10,30 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.openai_bodies import check_model, describe_body, json_response, read_json
+from app.openai_bodies import check_model, json_response, read_json
 from app.openai_chat_writer import ChatWriter
 from app.openai_completion_writer import CompletionWriter
+from app.openai_document import (
+    CACHE_CONTROL,
+    EXAMPLES,
+    GENERATING,
+    RESUMPTION,
+    describe,
+    errors,
+)
 from app.openai_errors import name_request
 from app.openai_exchange import Exchange
 from app.openai_replies import Heading, Writer
 from app.openai_requests import Caller, Plan, cache_policy, plan_chat, plan_completion
 from app.openai_response_requests import plan_response
-from app.openai_response_types import ResponseBody
+from app.openai_response_types import ResponseBody, ResponseReply
 from app.openai_response_writer import ResponseWriter
 from app.openai_source import (
     LAST_EVENT_HEADER,
@@ -38,6 +47,8 @@ from app.openai_source import (
 from app.openai_text_routes import TextApi
 from app.openai_types import (
     ChatBody,
+    ChatCompletion,
+    Completion,
     CompletionBody,
     GenerationBody,
     ModelEntry,
@@ -46,6 +57,7 @@ from app.openai_types import (
 from app.outcomes import RequestOutcomes, RequestRecord
 from app.serving import ApiGraph, ModelInfo
 from app.stream_keeper import StreamKeeper
+from deployments.wire import TokenizeCall
 from protocol.errors import InvalidRequest
 from protocol.parse import decode_struct
 
@@ -96,19 +108,39 @@ def build_router(
         embedder=embedder,
     )
     router = APIRouter(tags=["OpenAI"])
-    for path, endpoint, body in (
-        ("/v1/chat/completions", api.create_chat_completion, ChatBody),
-        ("/v1/completions", api.create_completion, CompletionBody),
-        ("/v1/responses", api.create_response, ResponseBody),
+    resumable = (CACHE_CONTROL, *RESUMPTION)
+    for path, endpoint, body, reply, parameters in (
+        ("/v1/chat/completions", api.create_chat_completion, ChatBody, ChatCompletion, resumable),
+        ("/v1/completions", api.create_completion, CompletionBody, Completion, resumable),
+        ("/v1/responses", api.create_response, ResponseBody, ResponseReply, (CACHE_CONTROL,)),
     ):
         router.add_api_route(
-            path, endpoint, methods=["POST"], response_model=None, openapi_extra=describe_body(body)
+            path,
+            endpoint,
+            methods=["POST"],
+            response_model=None,
+            responses=errors(*GENERATING),
+            openapi_extra=describe(
+                reply,
+                body=body,
+                example=EXAMPLES[path],
+                is_streamed=True,
+                parameters=parameters,
+            ),
         )
-    router.add_api_route("/v1/models", api.list_models, methods=["GET"], response_model=None)
     # Ids hold slashes, as they do on the hub.
-    router.add_api_route(
-        "/v1/models/{model_id:path}", api.show_model, methods=["GET"], response_model=None
-    )
+    for path, show, told, refusals in (
+        ("/v1/models", api.list_models, ModelList, (401, 500, 503)),
+        ("/v1/models/{model_id:path}", api.show_model, ModelEntry, (401, 404, 500, 503)),
+    ):
+        router.add_api_route(
+            path,
+            show,
+            methods=["GET"],
+            response_model=None,
+            responses=errors(*refusals),
+            openapi_extra=describe(told),
+        )
     texts = TextApi(
         graph_now,
         tenant_of,
@@ -166,6 +198,8 @@ class OpenAIApi:
         with record.preparing():
             body, caller, info = await self._receive(request, record, CompletionBody, "cmpl-")
             plan = plan_completion(body, caller)
+            if body.echo:
+                plan = replace(plan, echo=await self._texts_of(plan))
             after = self._last_event(request, plan)
             writer = CompletionWriter(self._heading(caller, info, after), plan)
         return self._exchange(request, plan, writer, record, self._source(request, plan, after))
@@ -190,7 +224,9 @@ class OpenAIApi:
         self._tenant_of(request)
         info = await self._graph().model_info()
         if model_id == self._embedder:
-            return json_response(request, ModelEntry(id=model_id, created=info.created))
+            return json_response(
+                request, ModelEntry(id=model_id, root=model_id, created=info.created)
+            )
         return json_response(request, _entry(check_model(model_id, info)))
 
     async def _receive(
@@ -206,6 +242,26 @@ class OpenAIApi:
         reply_id = f"{prefix}{self._new_id()}"
         caller = Caller(reply_id=reply_id, tenant=tenant, model=info.id, cache=policy)
         return body, caller, info
+
+    async def _texts_of(self, plan: Plan) -> tuple[str, ...]:
+        """The text of each prompt.
+
+        Raises:
+            InvalidRequest: one has tokens that the model has not.
+        """
+        texts = []
+        for request in plan.requests[:: plan.n]:
+            prompt = request.prompt
+            if isinstance(prompt, str):
+                texts.append(prompt)
+                continue
+            try:
+                reply = await self._graph().tokenize(TokenizeCall(token_ids=prompt or ()))
+            except InvalidRequest as exc:
+                exc.message, exc.param = exc.message.replace("tokens", "prompt", 1), "prompt"
+                raise
+            texts.append(reply.text)
+        return tuple(texts)
 
     def _heading(self, caller: Caller, info: ModelInfo, after: LastEvent | None = None) -> Heading:
         return Heading(
@@ -259,4 +315,10 @@ class OpenAIApi:
 
 
 def _entry(info: ModelInfo) -> ModelEntry:
-    return ModelEntry(id=info.id, created=info.created, context_length=info.context_length)
+    return ModelEntry(
+        id=info.id,
+        root=info.id,
+        created=info.created,
+        context_length=info.context_length,
+        max_model_len=info.context_length,
+    )

@@ -14,7 +14,8 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.openai_bodies import check_model, describe_body, json_response, read_json
+from app.openai_bodies import check_model, json_response, read_json
+from app.openai_document import ASKING, EXAMPLES, describe, errors
 from app.openai_types import IGNORED_EVERYWHERE
 from app.outcomes import RequestOutcomes
 from app.serving import ApiGraph
@@ -120,19 +121,26 @@ class TextApi:
 
     def add_to(self, router: APIRouter) -> None:
         """Adds the routes."""
-        for path, endpoint, body in (
-            ("/v1/embeddings", self.embed, EmbeddingBody),
-            ("/tokenize", self.tokenize, TokenizeBody),
-            ("/detokenize", self.detokenize, DetokenizeBody),
+        for path, endpoint, body, reply in (
+            ("/v1/embeddings", self.embed, EmbeddingBody, EmbeddingList),
+            ("/tokenize", self.tokenize, TokenizeBody, Tokens),
+            ("/detokenize", self.detokenize, DetokenizeBody, Detokenized),
         ):
             router.add_api_route(
                 path,
                 endpoint,
                 methods=["POST"],
                 response_model=None,
-                openapi_extra=describe_body(body),
+                responses=errors(*ASKING),
+                openapi_extra=describe(reply, body=body, example=EXAMPLES[path]),
             )
-        router.add_api_route("/version", self.version, methods=["GET"], response_model=None)
+        router.add_api_route(
+            "/version",
+            self.version,
+            methods=["GET"],
+            response_model=None,
+            openapi_extra=describe(Version),
+        )
 
     async def embed(self, request: Request) -> Response:
         """Embeds texts."""

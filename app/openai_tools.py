@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from app.openai_tool_schemas import arguments_schema
 from app.openai_types import NamedToolChoice, Tool
 from protocol.errors import InvalidRequest
 from protocol.parse import convert_fields
@@ -74,7 +75,11 @@ def plan_tools(
                 f"tool_choice names {name[:60]!a}, which is not among tools", param="tool_choice"
             )
         return ToolPlan(
-            given, dict(choice), _json_schema(_arguments(function.parameters)), "arguments", name
+            given,
+            dict(choice),
+            _json_schema(arguments_schema(function.parameters)),
+            "arguments",
+            name,
         )
     if choice not in (None, "none", "auto", "required"):
         raise InvalidRequest(
@@ -85,15 +90,11 @@ def plan_tools(
     if choice == "required":
         if not checked:
             raise InvalidRequest("tool_choice required needs tools", param="tool_choice")
-        calls = [_call(one.name, _arguments(one.parameters)) for one in checked]
+        calls = [_call(one.name, arguments_schema(one.parameters)) for one in checked]
         return ToolPlan(given, "required", _json_schema({"anyOf": calls}), "json")
     if given is None:
         return ToolPlan()
     return ToolPlan(given, "none") if choice == "none" else ToolPlan(given, parsing="marked")
-
-
-def _arguments(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    return {"type": "object", **(parameters or {"properties": {}, "additionalProperties": False})}
 
 
 def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -121,8 +121,11 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/completions. `prompt` is a text, a list of token ids, or a list of either."""
 
     prompt: str | list[str | int | list[int]]
+    max_tokens: Annotated[int | None, Meta(description="0 with `echo` only.")] = None
     logprobs: int | None = None
-    echo: Annotated[bool | None, Meta(description="`false` only.")] = None
+    echo: Annotated[bool | None, Meta(description="With `logprobs`, also those of the prompt.")] = (
+        None
+    )
     suffix: Annotated[str | None, Meta(description="Empty only.")] = None
     best_of: Annotated[int | None, Meta(description="1 only; see `n`.")] = None
 
@@ -261,9 +264,11 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Null for the first token of a prompt, which has none."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -287,11 +292,15 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """As in the OpenAI API; `root`, which is the id, and `max_model_len` are vLLM's."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "seedance"
+    root: str
     context_length: int | UnsetType = UNSET
+    max_model_len: int | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,9 +317,9 @@ def inline_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
 
     Sampling parameters show the ranges and defaults of `SamplingParams`, which checks them.
     """
-    schema = _schema_of(body)
+    schema = schema_of(body)
     properties = schema["properties"]
-    for name, shared in _schema_of(SamplingParams)["properties"].items():
+    for name, shared in schema_of(SamplingParams)["properties"].items():
         default = shared.pop("default", None)
         kinds = shared.get("anyOf", [shared, {"type": "null"}])
         for shown in ALIASES.get(name, (name,)):
@@ -318,11 +327,17 @@ def inline_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
                 properties[shown] = {**properties[shown], "anyOf": kinds, "default": default}
                 properties[shown].pop("type", None)
     if body is CompletionBody:
-        properties["max_tokens"]["default"] = DEFAULT_COMPLETION_TOKENS
+        kinds = [_from_zero(kind) for kind in properties["max_tokens"]["anyOf"]]
+        properties["max_tokens"] |= {"anyOf": kinds, "default": DEFAULT_COMPLETION_TOKENS}
     return schema
 
 
-def _schema_of(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
+def _from_zero(kind: dict[str, Any]) -> dict[str, Any]:
+    return {**kind, "minimum": 0} if "minimum" in kind else kind
+
+
+def schema_of(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
+    """JSON Schema of a struct, without references."""
     (root,), components = msgspec.json.schema_components([struct_type], ref_template="{name}")
     schema: dict[str, Any] = _inline(root, components)
     return schema

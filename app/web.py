@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.account_store import AccountStore
@@ -22,6 +23,7 @@ from app.accounts import Accounts, Holder, hide_credentials
 from app.cache_routes import build_cache_router
 from app.gateway import Gateway
 from app.graph import Graph
+from app.openai_document import describe_errors, errors
 from app.openai_errors import install_error_handlers
 from app.openai_exchange import Exchange
 from app.openai_response_socket import ResponseSockets
@@ -186,11 +188,15 @@ class Web:
         _add_page(self.app)
         _add_probes(self.app, graph)
 
-        @self.app.get("/metrics")
+        @self.app.get("/metrics", response_class=PlainTextResponse)
         async def metrics() -> Response:
             """Gauges and counters of every replica, in Prometheus' text format."""
             content, content_type = render_metrics(await self._all_stats())
             return Response(content, media_type=content_type)
+
+        describe_errors(
+            self.app, takes_anonymous=settings.auth.allow_anonymous is not False
+        )
 
     async def start(self) -> None:
         """Reads the accounts, and goes on doing so.
@@ -299,21 +305,32 @@ def _add_page(web: FastAPI) -> None:
 
 
 def _add_tickets(web: FastAPI, tickets: Tickets, holder_of: Callable[[Request], Holder]) -> None:
-    @web.post("/v1/tickets", response_model=TicketReply, tags=["WebSocket"])
+    @web.post(
+        "/v1/tickets", response_model=TicketReply, responses=errors(401, 500), tags=["WebSocket"]
+    )
     async def create_ticket(request: Request) -> Response:
         """A ticket that opens one WebSocket within 30 s, where no header can carry the key."""
         reply = TicketReply(ticket=tickets.issue(holder_of(request)), expires_in_s=LIFE_S)
         return JSONResponse(reply.model_dump(), headers={"Cache-Control": "no-store"})
 
 
+class Health(BaseModel):
+    """What a probe is told."""
+
+    status: str
+    reason: str | None = None
+
+
 def _add_probes(web: FastAPI, graph: Graph) -> None:
-    @web.get("/healthz")
+    @web.get("/healthz", response_model=Health)
     async def healthz() -> Response:
         """Alive: this process answers."""
         return JSONResponse({"status": "alive"})
 
-    @web.get("/health")
-    @web.get("/readyz")
+    not_ready: dict[int | str, Any] = {503: {"model": Health}}
+
+    @web.get("/health", response_model=Health, responses=not_ready)
+    @web.get("/readyz", response_model=Health, responses=not_ready)
     async def readyz() -> Response:
         """Ready: a completion would work now."""
         try:

@@ -172,7 +172,7 @@ class ModelService:
         return wire.TokenizeReply(
             token_ids=tuple(token_ids),
             token_texts=tuple(map(tokenizer.token_text, token_ids)),
-            text=await asyncio.to_thread(tokenizer.hf.decode, token_ids),
+            text=await asyncio.to_thread(tokenizer.decode, token_ids),
         )
 
     async def _accept(self, submit: wire.Submit, admit: Admit) -> wire.Accepted:

@@ -118,7 +118,10 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     Exactly one of `messages` and `prompt` is set. `request_id` is made by the
     server and unique; the id a client chose is only a name on its connection.
     `tenant` comes from the credential, never from the body. `share` names whose part of the
-    engine it takes, where that is not the tenant's as a whole.
+    engine it takes, where that is not the tenant's as a whole. `prompt_logprobs` asks for the log
+    probabilities of the prompt's own tokens, as `logprobs` for those of the answer; the first
+    delta brings them. With `is_prompt_only` the prompt is computed and nothing is answered,
+    whatever `max_tokens` says. No cache knows of these two.
     """
 
     request_id: str
@@ -132,5 +135,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     cache: CachePolicy = "auto"
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    is_prompt_only: bool = False
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     timeout_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] | None = None

@@ -28,19 +28,36 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, str, float], ...] = ()
 
 
+class PromptToken(msgspec.Struct, frozen=True, array_like=True):
+    """One token of a prompt; `offset`: where it begins in the prompt's text, in code points.
+
+    `logprob` and `top` are as in `TokenLogprob`; the first token has none, because nothing comes
+    before it.
+    """
+
+    token_id: int
+    token: str
+    offset: int
+    logprob: float | None = None
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """The next piece of an answer: text that can no longer change, and the tokens it completes.
 
     `seq` is the zero-based number of the last token the piece completes, strictly
     rising along a log. `token_ids` are the tokens since the previous delta (several
     when a character, or a possible stop string, spanned them). `logprobs` has one
-    entry a token in `token_ids`, when the request asked for them.
+    entry a token in `token_ids`, when the request asked for them. `prompt` are all tokens of the
+    prompt, in the first delta, when the request asked for their log probabilities; where no token
+    is answered, that delta has none.
     """
 
     seq: int
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt: tuple[PromptToken, ...] | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):

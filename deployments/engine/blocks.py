@@ -25,11 +25,13 @@ class _Table:
 
     Attributes:
         keys: of its first blocks, as far as they are full and computed.
+        coming: of all blocks that the tokens it was placed with fill, computed or not.
         num_found: first blocks that others had computed.
     """
 
     blocks: list[int] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
+    coming: list[Key] = field(default_factory=list)
     num_found: int = 0
 
 
@@ -61,6 +63,10 @@ class BlockPool:
         self._extent = extent
         self._max_ahead = max(1, num_blocks // 2)
         self._tables: dict[Sequence, _Table] = {}
+        # Of sequences that are not placed yet, while they are asked about.
+        self._keys_of: dict[Sequence, list[Key]] = {}
+        # Who computes a block, from its being placed to its end.
+        self._computing: dict[Key, Sequence] = {}
         self._num_references = [0] * num_blocks
         self._key_of: list[Key | None] = [None] * num_blocks
         self._block_of: dict[Key, int] = {}
@@ -99,14 +105,18 @@ class BlockPool:
         """
         assert seq not in self._tables, "a sequence is placed once"
         self._note_computed()
-        table = _Table()
-        for key in self._keys(seq, min(self._num_findable(seq), seq.num_tokens - 1)):
+        table = _Table(coming=self._coming(seq))
+        self._keys_of.pop(seq, None)
+        for key in table.coming[: self._num_wanted(seq)]:
             block = self._block_of.get(key)
             if block is None:
                 break
             table.blocks.append(block)
             table.keys.append(key)
         table.num_found = len(table.blocks)
+        if not seq.is_warm_up:
+            for key in table.coming[table.num_found :]:
+                self._computing.setdefault(key, seq)
         for block in table.blocks:
             self._num_references[block] += 1
             self._kept.pop(block, None)
@@ -140,6 +150,23 @@ class BlockPool:
         blocks += taken
         return True
 
+    def awaited(self, seq: Sequence) -> Sequence | None:
+        """Who is about to compute the first block that a sequence, not placed yet, does not find.
+
+        Once that one has come so far, the block is found. Warm-ups are never awaited: they stand
+        still while anybody waits.
+        """
+        keys = self._keys_of.get(seq)
+        if keys is None:
+            keys = self._keys_of[seq] = self._coming(seq)
+        for at, key in enumerate(keys[: self._num_wanted(seq)]):
+            if key in self._block_of:
+                continue
+            other = self._computing.get(key)
+            if other is None or other.num_computed_tokens < (at + 1) * self.block_tokens:
+                return other
+        return None
+
     def blocks(self, seq: Sequence) -> list[int]:
         """The blocks of a sequence in the order of its tokens; not to be changed."""
         return self._tables[seq].blocks
@@ -164,9 +191,13 @@ class BlockPool:
         Returns:
             The blocks that hold nothing any more.
         """
+        self._keys_of.pop(seq, None)
         table = self._tables.get(seq)
         if table is None:
             return []
+        for key in table.coming[table.num_found :]:
+            if self._computing.get(key) is seq:
+                del self._computing[key]
         if keep:
             self._note(seq, table)
             # What another one left without a key, or evicted, is known to be sound now.
@@ -196,6 +227,16 @@ class BlockPool:
         """How many of its first tokens others may find once they are computed."""
         return seq.num_tokens if self._keeps_answers else len(seq.prompt_token_ids)
 
+    def _num_wanted(self, seq: Sequence) -> int:
+        """How many of its first blocks it would take from others: not the one of its last token,
+        and none where the logits behind each token are wanted."""
+        if seq.is_scored:
+            return 0
+        return min(self._num_findable(seq), seq.num_tokens - 1) // self.block_tokens
+
+    def _coming(self, seq: Sequence) -> list[Key]:
+        return self._keys_of.get(seq) or list(self._keys(seq, self._num_findable(seq)))
+
     def _keys(self, seq: Sequence, num_tokens: int) -> Iterator[Key]:
         """The keys of the whole blocks among a sequence's first tokens."""
         key = _root(seq.tenant)
@@ -212,8 +253,12 @@ class BlockPool:
         size = self.block_tokens
         num_computed = min(seq.num_computed_tokens, self._num_findable(seq)) // size
         for at in range(len(table.keys), min(num_computed, len(table.blocks))):
-            parent = table.keys[-1] if at else _root(seq.tenant)
-            table.keys.append(_child(parent, seq.token_ids(at * size, (at + 1) * size)))
+            if at < len(table.coming):
+                key = table.coming[at]
+            else:
+                parent = table.keys[-1] if at else _root(seq.tenant)
+                key = _child(parent, seq.token_ids(at * size, (at + 1) * size))
+            table.keys.append(key)
             self._register(table.blocks[at], table.keys[at])
 
     def _register(self, block: int, key: Key) -> None:

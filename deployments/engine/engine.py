@@ -22,6 +22,7 @@ from deployments.engine.pacing import PrefillPace
 from deployments.engine.runner import Runner
 from deployments.engine.sampler import SampledToken, Sampler
 from deployments.engine.scheduler import ScheduledRow, Scheduler, StepPlan
+from deployments.engine.scoring import divide, note_scores, with_prompt
 from deployments.engine.sequence import Sequence, SequenceState
 from deployments.engine.speculation import Speculation
 from deployments.engine.tokenizer import ChatTokenizer
@@ -258,6 +259,7 @@ class Engine:
             self._place,
             self._displace,
             reserve=self._reserve,
+            awaited=self._runner.pool.awaited,
             pace=self._pace,
             block_tokens=self._runner.piece_tokens,
             speculation=self._speculation,
@@ -295,7 +297,7 @@ class Engine:
         sampled_rows = [row for row in requests if row.is_sampled]
         started_s = self.clock()
         try:
-            sampled, is_warm_up_sound = self._compute(plan, sampled_rows)
+            sampled, is_warm_up_sound, unsound = self._compute(plan, sampled_rows)
         except Exception as exc:
             if plan.warm_up is not None:
                 logger.exception("a step with a warm-up failed, it is computed without")
@@ -311,30 +313,40 @@ class Engine:
         if plan.warm_up is not None:
             self._warm_up_tokens += plan.warm_up.end - plan.warm_up.start
             self._warming.advance(plan.warm_up, is_sound=is_warm_up_sound)
-        emissions = map(self._emit, sampled_rows, sampled)
-        return [emission for emission in emissions if emission is not None]
+        cause = ValueError("logits behind the prompt are NaN or infinite")
+        emissions = [self._fail(seq, internal_error(seq.request_id, cause)) for seq in unsound]
+        for row, tokens in zip(sampled_rows, sampled, strict=True):
+            if row.seq not in unsound and (emission := self._emit(row, tokens)) is not None:
+                emissions.append(emission)
+        return emissions
 
     def _compute(
         self, plan: StepPlan, rows: list[ScheduledRow]
-    ) -> tuple[list[list[SampledToken | None]], bool]:
+    ) -> tuple[list[list[SampledToken | None]], bool, list[Sequence]]:
         """Runs a plan.
 
         Returns:
             For each of `rows` a token behind its last one and behind each of its drafts, as if
-            these were right; and whether the warm-up is sound.
+            these were right; whether the warm-up is sound; and the sequences whose prompts have
+            no probability.
         """
         logits = self._runner.run(plan)
         assert logits.shape[0] == len(plan.sampled_at), "logits behind each token at `sampled_at`"
         # Its last token has attended to all that was computed of it, so none of that is NaN.
         is_warm_up_sound = plan.warm_up is None or not bool(logits[-1].isnan().any())
         # A model may have more logits than its tokenizer has tokens.
-        seqs = [row.seq for row in rows for _ in range(row.num_logits)]
+        seqs = [row.seq for row in rows for _ in range(row.num_sampled)]
         positions = [
-            len(row.seq.output_token_ids) + i for row in rows for i in range(row.num_logits)
+            len(row.seq.output_token_ids) + i for row in rows for i in range(row.num_sampled)
         ]
-        logits = logits[: len(seqs), : self.tokenizer.vocab_size]
-        sampled = iter(self._sampler.sample(logits, seqs, positions) if seqs else ())
-        return [list(islice(sampled, row.num_logits)) for row in rows], is_warm_up_sound
+        logits = logits[:, : self.tokenizer.vocab_size]
+        unsound: list[Sequence] = []
+        if any(row.seq.is_scored for row in plan.rows):
+            parts = divide(plan.rows)
+            unsound = note_scores(parts.scored, logits, self.tokenizer)
+            logits = logits[parts.sampled]
+        sampled = iter(self._sampler.sample(logits[: len(seqs)], seqs, positions) if seqs else ())
+        return [list(islice(sampled, row.num_sampled)) for row in rows], is_warm_up_sound, unsound
 
     def _start(self, seq: Sequence) -> None:
         seq.first_scheduled_s = self.clock()
@@ -357,6 +369,7 @@ class Engine:
         except Exception as exc:
             error = internal_error(f"request {row.seq.request_id} failed", exc)
             return self._fail(row.seq, error, deltas)
+        deltas = with_prompt(row.seq, deltas, is_end=finish_reason is not None)
         if finish_reason is not None:
             return self._end(row.seq, finish_reason, deltas)
         return Emission(row.seq, deltas) if deltas else None
@@ -365,7 +378,8 @@ class Engine:
         self, row: ScheduledRow, sampled: list[SampledToken | None], deltas: list[TokenDelta]
     ) -> FinishReason | None:
         """Appends a row's next token, and the ones behind its drafts for as long as these are right:
-        a draft is where the token sampled in its place is the same. Fills `deltas`.
+        a draft is where the token sampled in its place is the same. Fills `deltas`. Where nothing is
+        to be answered, that there is a next token tells that the prompt is sound.
 
         Raises:
             ValueError: the logits leave no token.
@@ -375,6 +389,9 @@ class Engine:
         for at, token in enumerate(sampled):
             if token is None:
                 raise ValueError("logits leave no token: NaN, infinite, or all masked")
+            if row.seq.max_tokens == 0:
+                row.seq.first_token_s = self.clock()
+                return "length"
             delta, finish_reason = self._append(row.seq, token)
             if delta is not None:
                 deltas.append(delta)

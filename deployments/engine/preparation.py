@@ -53,10 +53,11 @@ def prepare(
     arrival_s = clock()
     prompt_token_ids = _tokenize(request, tokenizer, config)
     _check_token_ids(request.sampling, tokenizer.vocab_size)
+    room = 0 if request.is_prompt_only else config.max_model_len - len(prompt_token_ids)
     seq = Sequence(
         request_id=request.request_id,
         prompt_token_ids=prompt_token_ids,
-        sampling=_resolve(request.sampling, config.max_model_len - len(prompt_token_ids)),
+        sampling=_resolve(request.sampling, room),
         eos_token_ids=tokenizer.eos_token_ids,
         seed=rng.getrandbits(64) if request.sampling.seed is None else request.sampling.seed,
         priority=request.priority,
@@ -65,6 +66,7 @@ def prepare(
         grammar=grammar_for(request.response_format, tokenizer),
         tenant=request.tenant,
         share=request.share or request.tenant,
+        prompt_logprobs=request.prompt_logprobs,
     )
     if output_token_ids:
         _continue(seq, output_token_ids, tokenizer)
@@ -176,9 +178,9 @@ def _check_bytes(size_bytes: int, tokenizer: ChatTokenizer, limit: int, param: s
 
 
 def _refuse_length(size: str, limit: int, param: str) -> NoReturn:
-    raise ContextLengthExceeded(
-        f"prompt has {size}, the model takes {limit}", param=param, limit=limit
-    )
+    # Clients of the OpenAI API know the case by its first words.
+    message = f"this model's maximum context length is {limit} tokens, the prompt has {size}"
+    raise ContextLengthExceeded(message, param=param, limit=limit)
 
 
 def _check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:

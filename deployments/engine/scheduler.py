@@ -56,9 +56,21 @@ class ScheduledRow:
         return self.end - self.start
 
     @property
-    def num_logits(self) -> int:
-        """How many of its tokens, the last ones, logits are wanted behind: each draft's too."""
+    def num_sampled(self) -> int:
+        """How many of its tokens, the last ones, are followed by one that is sampled: each draft too."""
         return 1 + len(self.drafts) if self.is_sampled else 0
+
+    @property
+    def num_scored(self) -> int:
+        """How many of its tokens, the first ones, are followed by one whose probability is wanted."""
+        if not self.seq.is_scored:
+            return 0
+        return max(0, min(self.end, len(self.seq.prompt_token_ids) - 1) - self.start)
+
+    @property
+    def num_logits(self) -> int:
+        """How many of its tokens, the last ones, logits are wanted behind."""
+        return self.num_scored + self.num_sampled
 
     @property
     def is_decode(self) -> bool:
@@ -74,7 +86,7 @@ class StepPlan:
 
     @cached_property
     def sampled_rows(self) -> tuple[ScheduledRow, ...]:
-        """The rows whose logits are wanted: the runner's come in this order."""
+        """The rows that a token is sampled for."""
         return tuple(row for row in self.rows if row.is_sampled)
 
     @cached_property
@@ -110,6 +122,8 @@ class Scheduler:
             tells how many of the first need not be computed; None where memory is short.
         reserve: gives one that has begun memory for so many tokens; False where it is short.
         displace: takes the memory back from a sequence that is to wait again.
+        awaited: who, having begun, is about to compute what another one would begin with; None
+            where nobody is.
         pace: bounds the prompt tokens of steps in which others decode; None bounds nothing.
         block_tokens: such a piece of a prompt may end at a multiple of this; None is
             `prefill_chunk_tokens`.
@@ -123,6 +137,7 @@ class Scheduler:
         displace: Callable[[Sequence], None] = lambda seq: None,
         *,
         reserve: Callable[[Sequence, int], bool] = lambda seq, num_tokens: True,
+        awaited: Callable[[Sequence], Sequence | None] = lambda seq: None,
         pace: PrefillPace | None = None,
         block_tokens: int | None = None,
         speculation: Speculation | None = None,
@@ -131,6 +146,7 @@ class Scheduler:
         self._speculation = speculation
         self._place = place
         self._reserve = reserve
+        self._awaited = awaited
         self._displace = displace
         self._pace = pace
         self._chunk = config.prefill_chunk_tokens
@@ -181,21 +197,49 @@ class Scheduler:
         grid = self._chunk
         if limit is not None and limit < budget:
             budget, grid = limit, self._block
+        # Where the piece of each one ends that has any.
+        ends: dict[Sequence, int] = {}
+        # Logits behind every token take memory: so many of a step's at most.
+        scored_left = self._chunk
         for seq in prefills:
-            if seq in self._unplaced:
+            served, target = self._turn_of(seq)
+            start = ends.get(served, served.num_computed_tokens)
+            if self._is_decode(served) or start >= target:
+                continue
+            room = min(budget, scored_left) if served.is_scored else budget
+            end = self._piece_end(start, target, room, grid)
+            if end is None and room < budget:
+                continue
+            if served in self._unplaced:
                 # What fits whole fits without its first tokens too.
-                if self._piece_end(seq, budget, grid) is None:
+                if end is None:
                     break
-                if not self._begin(seq):
+                if not self._begin(served):
                     continue
-            elif seq.state is SequenceState.WAITING:
+                start = served.num_computed_tokens
+                end = self._piece_end(start, target, room, grid)
+            elif served.state is SequenceState.WAITING:
                 continue  # it made way for one that began
-            end = self._piece_end(seq, budget, grid)
             if end is None:
                 break
-            rows.append(ScheduledRow(seq, seq.num_computed_tokens, end))
-            budget -= rows[-1].num_tokens
+            ends[served] = end
+            budget -= end - start
+            scored_left -= end - start if served.is_scored else 0
+        rows += [ScheduledRow(seq, seq.num_computed_tokens, end) for seq, end in ends.items()]
         return StepPlan(tuple(row for row in rows if row.seq.state is SequenceState.RUNNING))
+
+    def _turn_of(self, seq: Sequence) -> tuple[Sequence, int]:
+        """Who is served when it is a sequence's turn, and how far at most.
+
+        One that would begin with what another one is about to compute waits for that, and lends
+        its turn: so equal beginnings are computed once, no later than it would have done it, and
+        for no more of the step.
+        """
+        other = self._awaited(seq) if seq in self._unplaced else None
+        if other is None:
+            return seq, seq.num_tokens
+        # Its last token it computes itself; what it waits for ends on the grid before.
+        return other, min(other.num_tokens, (seq.num_tokens - 1) // self._block * self._block)
 
     def _decodes(self) -> list[ScheduledRow]:
         """A row for each sequence that has a token, with a draft where that seems to pay."""
@@ -341,12 +385,12 @@ class Scheduler:
     def _is_decode(self, seq: Sequence) -> bool:
         return seq.num_tokens - seq.num_computed_tokens == 1 and seq not in self._unplaced
 
-    def _piece_end(self, seq: Sequence, budget: int, grid: int) -> int | None:
-        """Where the longest piece within the budget ends: at the last token or on the grid."""
-        if seq.num_tokens - seq.num_computed_tokens <= budget:
-            return seq.num_tokens
-        end = (seq.num_computed_tokens + budget) // grid * grid
-        return end if end > seq.num_computed_tokens else None
+    def _piece_end(self, start: int, target: int, budget: int, grid: int) -> int | None:
+        """Where the longest piece within the budget ends: at its target or on the grid."""
+        if target - start <= budget:
+            return target
+        end = (start + budget) // grid * grid
+        return end if end > start else None
 
 
 def _outranks(newcomer: Sequence, seq: Sequence) -> bool:

@@ -78,11 +78,11 @@ class ScriptedRunner:
             num_held = len(self.pool.blocks(row.seq)) * self.prefix_block_tokens
             assert row.end <= num_held, "reserve() comes before a plan"
             self.held.add(row.seq)
-        token_ids = [token_id for row in plan.sampled_rows for token_id in self._next(row)]
+        token_ids = [token_id for row in plan.rows for token_id in self._next(row)]
         logits = torch.full((len(token_ids), self._vocab_size), FAR_BELOW)
         if token_ids:
             logits.scatter_(1, torch.tensor(token_ids).unsqueeze(1), 0.0)
-        seqs = [row.seq for row in plan.sampled_rows for _ in range(row.num_logits)]
+        seqs = [row.seq for row in plan.rows for _ in range(row.num_logits)]
         poisoned = [i for i, seq in enumerate(seqs) if self._is_poisoned(seq)]
         logits[poisoned] = float("nan")
         return logits
@@ -104,10 +104,13 @@ class ScriptedRunner:
         self.held.clear()
 
     def _next(self, row: ScheduledRow) -> list[int]:
-        """The token behind each of a row's that is sampled; a wrong draft changes none."""
+        """The token behind each of a row's whose logits are wanted; a wrong draft changes none."""
+        scored = row.seq.token_ids(row.start + 1, row.start + 1 + row.num_scored)
+        if not row.is_sampled:
+            return scored
         start = len(row.seq.output_token_ids)
-        answer = self._script(row.seq)[start : start + row.num_logits]
-        return answer + [self._eos_token_id] * (row.num_logits - len(answer))
+        answer = self._script(row.seq)[start : start + row.num_sampled]
+        return scored + answer + [self._eos_token_id] * (row.num_sampled - len(answer))
 
     def _is_poisoned(self, seq: Sequence) -> bool:
         fault = self._fault(seq)

@@ -12,6 +12,7 @@ from protocol.token_log import FinishReason, Timing, Usage
 
 if TYPE_CHECKING:
     from deployments.engine.output import AnswerText
+    from deployments.engine.scoring import PromptScores
     from deployments.engine.speculation import Drafter
 
 
@@ -47,6 +48,9 @@ class Sequence:
         num_tokens_at_preemption: it had the last time.
         is_warm_up: it computes the beginning of a prompt that is still being written, and answers
             nothing.
+        prompt_logprobs: how many of the likeliest tokens are told at each place of the prompt, with
+            the probability of the prompt's own; None tells nothing.
+        prompt_scores: what is known of these, and was not told yet.
     """
 
     request_id: str
@@ -61,10 +65,12 @@ class Sequence:
     tenant: str = ""
     share: str = ""
     is_warm_up: bool = False
+    prompt_logprobs: int | None = None
 
     output_token_ids: list[int] = field(default_factory=list)
     answer: AnswerText | None = None
     drafter: Drafter | None = None
+    prompt_scores: PromptScores | None = None
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
@@ -78,6 +84,12 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the logits behind each token of its prompt are wanted, which it has to compute
+        itself. An answer that was begun has had them."""
+        return self.prompt_logprobs is not None and not self.output_token_ids
 
     @property
     def max_tokens(self) -> int:

@@ -293,6 +293,12 @@ class VllmEngine(EngineFront):
                 pass
 
     def _prepare(self, request: InferenceRequest, output_token_ids: SequenceOf[int]) -> Sequence:
+        if request.is_prompt_only or request.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "the vllm backend echoes no prompt that has to be computed: ask without logprobs, "
+                "and for a token at least",
+                param="echo",
+            )
         seq = super()._prepare(request, output_token_ids)
         constraint = constraint_of(request.response_format)
         if constraint is not None and seq.output_token_ids:

@@ -13,6 +13,7 @@ import numpy as np
 from fastapi import FastAPI
 from starlette.types import Message
 
+from app.openai_document import describe_errors
 from app.openai_errors import install_error_handlers
 from app.openai_routes import build_router
 from app.serving import ModelInfo, Stream
@@ -192,6 +193,7 @@ def app_over(graph: FakeGraph, **options: Any) -> FastAPI:
         raise RuntimeError("secret detail")
 
     install_error_handlers(app)
+    describe_errors(app)
     return app
 
 

@@ -406,5 +406,7 @@ async def test_the_model_is_listed_and_found_by_its_id_with_slashes() -> None:
     assert found == quoted
     assert found["id"] == MODEL
     assert found["object"] == "model"
+    # What vLLM's clients read.
+    assert (found["root"], found["max_model_len"]) == (MODEL, found["context_length"])
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"

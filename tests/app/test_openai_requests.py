@@ -182,8 +182,6 @@ async def test_a_bad_value_is_refused_by_name(field: str, value: str, is_stream:
         (TEXT, {"prompt": ["a"] * 65}, "prompt"),
         (TEXT, {"prompt": ["a"] * 5, "n": 16}, "n"),
         (TEXT, {"prompt": "a", "logprobs": True}, "logprobs"),
-        (TEXT, {"prompt": "a", "echo": True, "max_tokens": 0, "logprobs": 1}, "echo"),
-        (TEXT, {"prompt": "a", "echo": True, "stream": True, "max_tokens": 3}, "echo"),
         (TEXT, {"prompt": "a", "suffix": "b"}, "suffix"),
         (TEXT, {"prompt": "a", "best_of": 2}, "best_of"),
         (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens"),

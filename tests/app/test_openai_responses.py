@@ -193,6 +193,12 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     assert strict_json(reply.text)["error"]["param"] == param
 
 
+async def test_a_reference_to_what_is_not_kept_tells_what_a_client_has_to_ask_for() -> None:
+    # A client that takes answers to be stored refers to them, until `store` is false.
+    reply = await post(input=[{"type": "item_reference", "id": "msg_1"}])
+    assert "store: false" in reply.json()["error"]["message"]
+
+
 async def test_store_false_is_what_there_is() -> None:
     assert (await post(store=False)).status_code == 200
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.openai_tools import CallPart, Parsing, ToolCallReader
+from app.openai_tools import CallPart, Parsing, ToolCallReader, plan_tools
 from deployments.engine.sequence import Sequence
 from deployments.tool_prompt import tell_tools
 from protocol.request import InferenceRequest, Message
@@ -165,6 +165,55 @@ async def test_a_forced_call_holds_any_model_to_the_parameters(choice: Any) -> N
     assert call.function.name == "look_up"
     assert json.loads(call.function.arguments)["word"] in ("bark", "bite")
     assert reply.choices[0].finish_reason == "tool_calls"
+
+
+def held_to(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The schema that a named function's arguments are held to."""
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": parameters}}
+    plan = plan_tools([tool], NAMED)
+    assert plan.response_format is not None
+    schema: dict[str, Any] = plan.response_format["json_schema"]["schema"]
+    return schema
+
+
+def test_a_forced_call_has_no_parameters_that_the_tool_does_not_declare() -> None:
+    place = {"type": "object", "properties": {"city": {"type": "string"}}}
+    schema = held_to(
+        {
+            "type": "object",
+            "properties": {
+                "at": {"$ref": "#/$defs/place"},
+                "all": {"type": "array", "items": place},
+                "one": {"anyOf": [place, {"type": "null"}]},
+                "additionalProperties": {"type": "string"},
+                "free": {"type": "object"},
+                "open": {"properties": {}, "additionalProperties": True},
+            },
+            "$defs": {"place": place},
+        }
+    )
+    closed = {**place, "additionalProperties": False}
+    assert schema["additionalProperties"] is False
+    assert schema["$defs"]["place"] == closed
+    properties = schema["properties"]
+    assert properties["all"]["items"] == closed
+    assert properties["one"]["anyOf"] == [closed, {"type": "null"}]
+    assert properties["free"] == {"type": "object"}
+    assert properties["open"]["additionalProperties"] is True
+    assert "additionalProperties" not in place
+
+
+def test_parameters_that_are_put_together_from_parts_stay_as_they_are() -> None:
+    parts = [{"properties": {"a": {"type": "string"}}}, {"properties": {"b": {"type": "string"}}}]
+    for parameters in ({"allOf": parts}, {"properties": {"x": {}}, "anyOf": parts}):
+        assert held_to(parameters) == {"type": "object", **parameters}
+
+
+def test_parameters_too_deep_to_look_into_are_left_to_the_engine() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    assert held_to(deep)["items"] is deep["items"]
 
 
 def request(*messages: Message, **fields: Any) -> InferenceRequest:

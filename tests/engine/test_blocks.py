@@ -428,6 +428,25 @@ class Pool(RuleBasedStateMachine):
     def ask(self, token_ids: list[int], tenant: str) -> None:
         holds(self.pool, token_ids, tenant)
 
+    @precondition(lambda self: hasattr(self, "pool"))
+    @rule(token_ids=PROMPTS, tenant=st.sampled_from("ab"), places=st.booleans())
+    def wait(self, token_ids: list[int], tenant: str, places: bool) -> None:
+        """Asks who is awaited, and whether the block is found once that one is there."""
+        seq = prompt(token_ids, tenant)
+        other = self.pool.awaited(seq)
+        if other is not None:
+            assert other in self.seqs
+            assert not other.is_warm_up
+            end = other.num_computed_tokens // self.pool.block_tokens * self.pool.block_tokens
+            end += self.pool.block_tokens
+            assert (seq.tenant, seq.token_ids(0, end)) == (other.tenant, other.token_ids(0, end))
+            assert end < seq.num_tokens, "never for its last token"
+        if not places:
+            self.pool.free(seq, keep=True)
+            return
+        seq.num_computed_tokens = self.pool.place(seq)
+        self.seqs.append(seq)
+
     @invariant()
     def no_block_is_lost_or_given_twice(self) -> None:
         if not hasattr(self, "pool"):

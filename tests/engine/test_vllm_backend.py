@@ -261,6 +261,16 @@ async def test_a_constrained_answer_that_goes_on_is_refused_by_name() -> None:
         assert refused.value.param == "response_format"
 
 
+@pytest.mark.parametrize("fields", [{"is_prompt_only": True}, {"prompt_logprobs": 0}])
+async def test_a_prompt_that_has_to_be_echoed_by_the_model_is_refused_by_name(
+    fields: dict[str, Any],
+) -> None:
+    async with started() as (front, _):
+        with pytest.raises(InvalidRequest) as refused:
+            await front.prepare(request(**fields))
+        assert refused.value.param == "echo"
+
+
 async def test_an_answer_goes_on_behind_prompt_and_answer() -> None:
     async with started("lo") as (front, llm):
         seq = await front.prepare(request(), TOKENIZER.encode_prompt("hel"))
