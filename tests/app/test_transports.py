@@ -231,7 +231,7 @@ async def test_a_prompt_over_the_context_is_refused_with_both_numbers_before_any
 
 def assert_names_both_numbers(error: dict[str, Any]) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-    asked, limit = [int(number) for number in re.findall(r"\d+", error["message"])]
+    limit, asked = [int(number) for number in re.findall(r"\d+", error["message"])]
     assert asked > limit == 64
 
 
