@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,18 +27,24 @@ from protocol.token_log import CacheOutcome, Terminal, Timing, TokenLog
 
 logger = logging.getLogger(__name__)
 
+MAX_OVER = 256
+"""Answers that came to nothing, of which the cache has not been told yet."""
 STORE_TIMEOUT_S = 5.0
 """No one waits longer than a look-up may take; this only bounds what a dead cache leaves behind."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a look-up brought: on a hit `log`, and what else is to be done with it."""
+    """What a look-up brought: on a hit `log`, and what else is to be done with it.
+
+    `flight` names a running request of this ingress whose answer does for this one.
+    """
 
     outcome: CacheOutcome = field(default_factory=CacheOutcome)
     log: TokenLog | None = None
     stored: bytes = b""
     check: wire.Check | None = None
+    flight: str | None = None
 
 
 class AnswerCache:
@@ -45,6 +52,7 @@ class AnswerCache:
 
     Args:
         front: holds answers in this process.
+        ingress: this ingress's name.
         lookup_timeout_s: for one whole look-up, its embedding included.
     """
 
@@ -53,12 +61,14 @@ class AnswerCache:
         cache: CachePort,
         front: FrontCache | None,
         *,
+        ingress: str,
         lookup_timeout_s: float,
         spawn: Spawn,
         clock: Callable[[], float],
     ) -> None:
         self._cache = cache
         self._front = front
+        self._ingress = ingress
         self._lookup_timeout_s = lookup_timeout_s
         self._spawn = spawn
         self._clock = clock
@@ -67,6 +77,7 @@ class AnswerCache:
         if front is not None:
             self._epochs = EpochWatch(cache.epochs, front.clear, spawn=spawn, clock=clock)
         self._storing: dict[str, asyncio.Task[None]] = {}
+        self._over: deque[str] = deque(maxlen=MAX_OVER)
         self.errors_total = 0
 
     @property
@@ -96,11 +107,17 @@ class AnswerCache:
         )
         return Found(outcome, self._replay(kept.stored, started_s))
 
-    async def look_up(self, request: InferenceRequest, revision: str, started_s: float) -> Found:
-        """What the cache decided and, on a hit, the whole answer; any failure is a miss."""
+    async def look_up(
+        self, request: InferenceRequest, revision: str, started_s: float, flight: str = ""
+    ) -> Found:
+        """What the cache decided and, on a hit, the whole answer; any failure is a miss.
+
+        Args:
+            flight: names the request, where it may share an answer with another that is running.
+        """
         try:
             return await self._breaker.call(
-                lambda: self._ask(request, revision, started_s), self._lookup_timeout_s
+                lambda: self._ask(request, revision, started_s, flight), self._lookup_timeout_s
             )
         except SwitchedOff:
             return Found(CacheOutcome(reason="cache is switched off for a moment"))
@@ -111,6 +128,11 @@ class AnswerCache:
             self.errors_total += 1
             logger.warning("cache look-up failed, taken as a miss: %s", type(error).__name__)
             return Found(CacheOutcome(reason="cache failed"))
+
+    def give_up(self, flight: str | None) -> None:
+        """Says, with the next look-up, that nobody needs to wait for that request's answer."""
+        if flight:
+            self._over.append(flight)
 
     def keep(
         self,
@@ -150,13 +172,22 @@ class AnswerCache:
 
         task.add_done_callback(forget)
 
-    async def _ask(self, request: InferenceRequest, revision: str, started_s: float) -> Found:
+    async def _ask(
+        self, request: InferenceRequest, revision: str, started_s: float, flight: str
+    ) -> Found:
         await self._stored(request)
-        call = wire.LookupCall(request=request, model_revision=revision)
+        call = wire.LookupCall(
+            request=request,
+            model_revision=revision,
+            flight=flight,
+            ingress=self._ingress,
+            over=tuple(self._over),
+        )
+        self._over.clear()
         reply = wire.decode_lookup_reply(await self._cache.lookup(wire.encode(call)))
         outcome = reply.outcome
         if reply.stored is None:
-            return Found(outcome, check=reply.check)
+            return Found(outcome, check=reply.check, flight=reply.flight)
         stored = wire.decode_stored(reply.stored)
         log = self._replay(stored, started_s)
         is_current = self._epochs is not None and self._epochs.knows(reply.epoch)

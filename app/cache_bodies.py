@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from app.accounts import DEFAULT_TENANT
+from app.settings import TenantName
 from deployments import wire
 
 MAX_LISTED = 1000
@@ -58,7 +59,7 @@ class Deletion(Which):
 class ExplainBody(Body):
     """A question: a prompt, or the body of a chat completion, since all of that counts."""
 
-    tenant: str = DEFAULT_TENANT
+    tenant: TenantName = DEFAULT_TENANT
     """Whose answers are looked at."""
     prompt: str | None = None
     """A chat of one turn, greedy."""
@@ -95,6 +96,26 @@ class Candidate(BaseModel):
     score: float | None
     """The verifier's, where no veto stands against it."""
     age_s: float
+    action: Literal["serve", "shadow", "refuse"]
+    """What the live decision would do with it alone: give it, only compare it, or neither."""
+    reason: str
+    """Why."""
+
+
+class Decision(BaseModel):
+    """What a look-up would do now with what is stored."""
+
+    action: Literal["serve", "shadow", "refuse"]
+    """Give the answer; give none, but compare it with the model's; neither."""
+    by: Literal["exact", "alias", "meaning"]
+    """The equal question, one known to mean the same, or the search by meaning."""
+    reason: str
+    id: str | None
+    """Of the answer that would be given or compared."""
+    similarity: float | None
+    score: float | None
+    check_rate: float
+    """How likely it would be checked."""
 
 
 class Entry(BaseModel):
@@ -125,8 +146,12 @@ class ExplainReply(BaseModel):
     may_match_by_meaning: bool
     problem: str | None
     """Why only an equal question can hit."""
+    decision: Decision
+    """By guards, verifier and the error budget as it is now."""
     least_score: float | None
     """What the error budget lets be given now; null: nothing but the same wording."""
+    credit: float | None
+    """Mistakes that the tenant's error budget may still make; null: there is none."""
     candidates: list[Candidate]
     other_partitions: list[Entry]
     """Equal questions of the tenant that differ in something around them."""

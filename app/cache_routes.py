@@ -35,6 +35,7 @@ from app.cache_bodies import (
     Which,
 )
 from app.openai_bodies import read_json
+from app.openai_document import ADMINISTERING, errors
 from app.openai_requests import Caller, plan_chat
 from app.openai_types import ChatBody
 from app.serving import ModelInfo
@@ -82,18 +83,38 @@ def build_cache_router(
 
     api = CacheApi(graph, max_body_bytes)
     router = APIRouter(prefix="/v1/cache", tags=["Cache"])
-    admin = APIRouter(dependencies=[Depends(check_admin)])
+    admin = APIRouter(dependencies=[Depends(check_admin)], responses=errors(*ADMINISTERING))
     admin.add_api_route("/stats", api.stats, methods=["GET"])
     admin.add_api_route("/entries", api.find, methods=["GET"])
     admin.add_api_route("/entries", api.delete, methods=["DELETE"])
     admin.add_api_route(
-        "/explain", api.explain, methods=["POST"], openapi_extra=_describe(ExplainBody)
+        "/explain",
+        api.explain,
+        methods=["POST"],
+        responses=errors(404, 413),
+        openapi_extra=_describe(ExplainBody),
     )
-    admin.add_api_route("/export", api.export, methods=["GET"], response_class=StreamingResponse)
-    admin.add_api_route("/import", api.import_entries, methods=["POST"], openapi_extra=_LINES)
+    admin.add_api_route(
+        "/export",
+        api.export,
+        methods=["GET"],
+        response_class=StreamingResponse,
+        responses={200: {"content": _LINES}},
+    )
+    admin.add_api_route(
+        "/import",
+        api.import_entries,
+        methods=["POST"],
+        responses=errors(413),
+        openapi_extra={"requestBody": {"required": True, "content": _LINES}},
+    )
     router.include_router(admin)
 
-    @router.post("/feedback", openapi_extra=_describe(FeedbackBody))
+    @router.post(
+        "/feedback",
+        responses=errors(400, 401, 404, 413, 500, 503),
+        openapi_extra=_describe(FeedbackBody),
+    )
     async def feedback(request: Request) -> FeedbackReply:
         """Tells whether an answer was right; a wrong one, and those near it, is given no more.
 
@@ -288,9 +309,4 @@ def _describe(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-_LINES = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/x-ndjson": {"schema": {"type": "string"}}},
-    }
-}
+_LINES = {"application/x-ndjson": {"schema": {"type": "string"}}}

@@ -7,6 +7,7 @@ a pause (see `generation.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import time
@@ -69,6 +70,8 @@ class Graph:
         board: of the model's replicas.
         ingress: this ingress's name, unique among all that ever were.
         front: holds answers in this process; nothing without a cache.
+        shares_by_meaning: whether a request may wait for the answer to another that means the
+            same, as it may for an equal one's.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class Graph:
         limits: GraphLimits,
         tokens: ResumeTokens,
         front: FrontCache | None = None,
+        shares_by_meaning: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._shares_by_meaning = shares_by_meaning
         self._model = model
         self._cache = cache
         self._front = None if cache is None else front
@@ -136,6 +141,7 @@ class Graph:
             self._answers = AnswerCache(
                 cache,
                 front,
+                ingress=ingress,
                 lookup_timeout_s=limits.lookup_timeout_s,
                 spawn=spawn,
                 clock=clock,
@@ -199,15 +205,17 @@ class Graph:
             )
         attempts = itertools.count()
 
-        async def answer() -> Stream:
-            own = request
-            if attempt := next(attempts):
-                # The one of this name was taken to another ingress, and goes on there.
-                name = f"{request.request_id}.{attempt}"
-                own = msgspec.structs.replace(request, request_id=name)
-            return await self._answer(own, info.revision, started_s)
-
         key = flight_key(request)
+
+        async def answer() -> Stream:
+            own, flight = request, self._shared_as(request, key)
+            if attempt := next(attempts):
+                # The one of this name was taken to another ingress, and goes on there. Others
+                # may ride on this one: it must not wait for one of them.
+                name = f"{request.request_id}.{attempt}"
+                own, flight = msgspec.structs.replace(request, request_id=name), ""
+            return await self._answer(own, info.revision, started_s, flight)
+
         if key is None:
             return await answer()
         if self._answers is not None:
@@ -251,11 +259,58 @@ class Graph:
         await self._bus.close()
         await self._background.close()
 
-    async def _answer(self, request: InferenceRequest, revision: str, started_s: float) -> Stream:
+    def _shared_as(self, request: InferenceRequest, key: str | None) -> str:
+        """Under what name others that mean the same may share the answer; empty: not at all.
+
+        Nobody shares what ends by the clock of one of them, or may end in calls of tools, which
+        are never given again.
+        """
+        is_shared = self._shares_by_meaning and request.timeout_s is None and not request.tools
+        return key if is_shared and key is not None else ""
+
+    async def _share(self, request: InferenceRequest, found: Found) -> Stream | None:
+        """The answer of the running request that was found; None when there is none to be had."""
+        assert found.flight is not None
+        stream = await self._flights.join(found.flight, request)
+        if stream is None:
+            if self._answers is not None:
+                self._answers.give_up(found.flight)
+            if found.check is not None:
+                self._checks.drop("interrupted")
+            return None
+        if (check := found.check) is not None:
+            self._at_whole_end(stream, lambda whole: self._checks.offer(request, check, whole))
+        return dataclasses.replace(stream, cache=found.outcome)
+
+    def _at_whole_end(self, stream: Stream, use: Callable[[bytes], None]) -> None:
+        """Has the packed answer used when it has come whole."""
+        log = stream.log
+
+        def look() -> None:
+            if (terminal := log.terminal) is None:
+                return
+            unsubscribe()
+            if terminal.finish_reason in ("stop", "length"):
+                use(wire.encode(wire.StoredStream(deltas=log.deltas, terminal=terminal)))
+            else:
+                self._checks.drop("interrupted")
+
+        unsubscribe = log.subscribe(look)
+        look()
+
+    async def _answer(
+        self, request: InferenceRequest, revision: str, started_s: float, flight: str
+    ) -> Stream:
         """From the cache, or else from the model."""
         found = Found()
         if self._answers is not None and is_cacheable(request) and request.cache != "refresh":
-            found = await self._answers.look_up(request, revision, started_s)
+            found = await self._answers.look_up(request, revision, started_s, flight)
+            if found.flight is not None:
+                if (shared := await self._share(request, found)) is not None:
+                    return shared
+                reason = "an answer that was waited for did not come"
+                similarity = found.outcome.similarity
+                found = Found(CacheOutcome(similarity=similarity, reason=reason))
             if found.log is not None and found.check is not None:
                 self._checks.offer(request, found.check, found.stored)
             if (stream := self._stream_of(request, found)) is not None:
@@ -287,6 +342,8 @@ class Graph:
         # In mid-rollout another model may have answered than the one we were told of.
         is_ours = is_whole and answered_by == revision
         if self._answers is None or not is_ours or not is_cacheable(request):
+            if self._answers is not None:
+                self._answers.give_up(flight_key(request))
             if found.check is not None:
                 self._checks.drop("interrupted")
             return

@@ -170,6 +170,7 @@ class IngressReplica:
             limits=_graph_limits(settings),
             tokens=ResumeTokens(resume_key),
             front=_front(settings),
+            shares_by_meaning=settings.cache.semantic and settings.cache.coalesce_similar,
         )
 
     async def __serve_build_asgi_app__(self) -> FastAPI:

@@ -140,6 +140,8 @@ class CacheSettings(_Section):
     """Off, or with another embedder than the default: semantic hits are of the same wording only."""
     max_wrong_rate: float = Field(default=0.01, gt=0, le=0.5)
     """Share of the requests without an equal question that may get a wrong answer by the verifier."""
+    coalesce_similar: bool = True
+    """Whether a question waits for the answer to one that means the same and is running; off: an equal one's only."""
     check_rate: float = Field(default=0.1, gt=0, le=1)
     """Least share of answers given by the verifier that the model answers too, to compare, when idle."""
     ttl_s: float = Field(default=3600, gt=0, le=31_536_000)

@@ -99,6 +99,35 @@ class SingleFlight:
             flight = self._begin(key, open_stream)
         elif flight.opening.done() and request.timeout_s is not None:
             return await open_stream()
+        stream = await self._board(flight, request)
+        self.coalesced_total += stream.cache.outcome == "coalesced"
+        return stream
+
+    async def join(self, key: str, request: InferenceRequest) -> Stream | None:
+        """A view of the running generation of another request's key, for one that means the same.
+
+        None when there is none that gives an answer: it is over, is refused, or ends without a
+        word in a way that is no whole answer. Returns with the first words, from which on the
+        view is as any rider's.
+        """
+        flight = self._flights.get(key)
+        if flight is None:
+            return None
+        try:
+            stream = await self._board(flight, request)
+        except ServingError:
+            return None
+        try:
+            has_words = bool(await stream.log.cursor().wait())
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+        terminal = stream.log.terminal
+        if terminal is None or (has_words and terminal.finish_reason == "stop"):
+            return stream
+        return None
+
+    async def _board(self, flight: _Flight, request: InferenceRequest) -> Stream:
         rider = _Rider(flight, request, self._clock)
         try:
             while not flight.opening.done():
@@ -107,9 +136,7 @@ class SingleFlight:
         except asyncio.CancelledError:
             flight.leave(rider)
             raise
-        stream = rider.board(_opened(flight.opening), self._token_of)
-        self.coalesced_total += stream.cache.outcome == "coalesced"
-        return stream
+        return rider.board(_opened(flight.opening), self._token_of)
 
     def _begin(self, key: str, open_stream: OpenStream) -> _Flight:
         def end() -> None:

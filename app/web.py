@@ -194,9 +194,7 @@ class Web:
             content, content_type = render_metrics(await self._all_stats())
             return Response(content, media_type=content_type)
 
-        describe_errors(
-            self.app, takes_anonymous=settings.auth.allow_anonymous is not False
-        )
+        describe_errors(self.app, takes_anonymous=settings.auth.allow_anonymous is not False)
 
     async def start(self) -> None:
         """Reads the accounts, and goes on doing so.

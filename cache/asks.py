@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cache.english_grammar import AUXILIARIES, WH
-from cache.wording import Term
+from cache.splitting import Term
 
 COUNTS = frozenset({"many", "much", "long", "often", "far", "old", "tall", "big", "high", "deep",
                     "wide", "heavy", "fast", "soon", "early", "late"})  # fmt: skip
+_ASKING = WH | AUXILIARIES
 _TELLING = frozenset(
     """tell explain describe list write give name compare summarize show convert calculate compute
     create find what""".split()  # noqa: SIM905
@@ -29,7 +30,7 @@ def ask_of(terms: Sequence[Term], is_question: bool) -> str:
     """The kind of question, by the first word that asks."""
     begins = True
     for place, term in enumerate(terms):
-        if begins and term.text in WH | AUXILIARIES:
+        if begins and term.text in _ASKING:
             following = terms[place + 1].text if place + 1 < len(terms) else ""
             if term.text == "how" and following in COUNTS:
                 return f"how {following}"

@@ -53,10 +53,10 @@ class Buckets:
 
     def probe(self, vector: Vector) -> list[Rows]:
         """The buckets in which the nearest rows are likely to be."""
-        similarities = self._centres @ vector
+        similarities = self._centres.dot(vector)
         if len(similarities) <= NUM_PROBES:
             return self.rows
-        nearest = np.argpartition(similarities, -NUM_PROBES)[-NUM_PROBES:]
+        nearest = similarities.argpartition(-NUM_PROBES)[-NUM_PROBES:]
         return [self.rows[number] for number in nearest.tolist()]
 
     def some_rows(self) -> Rows | None:

@@ -21,10 +21,13 @@ from __future__ import annotations
 
 import math
 import random
+import zlib
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from cache.budget_news import News
 
 BAND_FLOORS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998)
 """Least score of each band. Under the first nothing is served or checked."""
@@ -152,16 +155,15 @@ class ErrorBudget:
         self._prior = tuple(prior) or tuple(Evidence() for _ in BAND_FLOORS)
         self._cap = self._config.max_wrong_rate * self._config.credit_requests
         self._categories: OrderedDict[str, _Category] = OrderedDict()
+        self._news: dict[str, News] | None = None
+        self.has_bad_news = False
+        """Whether a mistake is among the news."""
 
     def count_request(self, category: str) -> None:
         """Counts a request that found no equal question; each earns credit."""
-        known = self._category(category)
-        earned = EARNED_SHARE * self._config.max_wrong_rate
-        known.credit = min(known.credit + earned, self._cap)
-        fading = 1.0 - 1.0 / SHARE_MEMORY
-        known.requests = known.requests * fading + 1.0
-        known.seen = [count * fading for count in known.seen]
-        known.requests_until_look -= 1
+        self._count(self._category(category), 1)
+        if (news := self._news_of(category)) is not None:
+            news.requests += 1
 
     def decide(self, category: str, score: float, rng: random.Random) -> Decision:
         """What to do with a candidate of this score; a NaN is refused."""
@@ -169,6 +171,27 @@ class ErrorBudget:
         if band is None:
             return Decision("refuse", False, 0.0, f"score {score:.3f} is under {BAND_FLOORS[0]}")
         known = self._category(category)
+        looks_before = known.looks
+        decision = self._decide(known, band, score, rng)
+        if (news := self._news_of(category)) is not None:
+            news.seen[band] += 1
+            news.looks += known.looks - looks_before
+        return decision
+
+    def preview(self, category: str, score: float) -> Decision:
+        """What `decide` would say now, but for its coin; nothing is counted."""
+        band = _band(score)
+        if band is None:
+            return Decision("refuse", False, 0.0, f"score {score:.3f} is under {BAND_FLOORS[0]}")
+        known = self._categories.get(category) or _Category(credit=self._cap)
+        return self._decide(replace(known, seen=list(known.seen)), band, score, random.Random(0))
+
+    def credit(self, category: str) -> float:
+        """Mistakes that the category may still make."""
+        known = self._categories.get(category)
+        return self._cap if known is None else known.credit
+
+    def _decide(self, known: _Category, band: int, score: float, rng: random.Random) -> Decision:
         known.seen[band] += 1.0
         floor = self._floor(known)
         if floor is None or band < floor:
@@ -199,29 +222,82 @@ class ErrorBudget:
         if band is None:
             return
         known = self._category(category)
+        news = self._news_of(category)
         self._remember(known, band, was_right)
         known.num_checks += 1
+        if news is not None:
+            news.checks.append((band, was_right))
+            del news.checks[: -self._config.window]
+            self.has_bad_news |= not was_right
         if not was_served:
             return
         if was_right:
             known.streak += 1
+            if news is not None:
+                news.streak += 1
             return
-        self._spend(known, 1.0 / (check_rate or self._check_rate(known)))
+        weight = 1.0 / (check_rate or self._check_rate(known))
+        self._spend(known, weight)
         known.streak = 0
         known.requests_until_look = 0
+        if news is not None:
+            news.spent += weight
+            news.streak, news.was_wrong = 0, True
 
     def spend(self, category: str) -> None:
         """Takes note of a mistake that carries no score."""
         self._spend(self._category(category), 1.0)
+        if (news := self._news_of(category)) is not None:
+            news.spent += 1.0
+            self.has_bad_news = True
+
+    def keep_news(self) -> None:
+        """From now on `take_news` tells what was learnt here."""
+        self._news = {} if self._news is None else self._news
+
+    def take_news(self) -> dict[str, News]:
+        """What was learnt here by category since the last call."""
+        news, self.has_bad_news = self._news or {}, False
+        if self._news is not None:
+            self._news = {}
+        return news
+
+    def untold(self, category: str) -> News | None:
+        """The news of one category, which stay news."""
+        return None if self._news is None else self._news.get(category)
+
+    def hear(self, category: str, news: News) -> None:
+        """Takes over what another process has learnt: all share one ledger and one evidence.
+
+        So there is one credit however many they are, and each mistake spends everyone's.
+        """
+        known = self._category(category)
+        self._count(known, news.requests)
+        known.seen = [ours + theirs for ours, theirs in zip(known.seen, news.seen, strict=True)]
+        for band, was_right in news.checks:
+            self._remember(known, band, was_right)
+        known.num_checks += len(news.checks)
+        # Each looks by itself: the level is divided among the looks of all.
+        known.looks += news.looks
+        self._spend(known, news.spent)
+        known.streak = news.streak + (0 if news.was_wrong else known.streak)
+        if news.was_wrong:
+            known.requests_until_look = 0
+
+    @property
+    def scale(self) -> str:
+        """Names what scores mean: what was learnt on another scale tells nothing on this one."""
+        told = repr((BAND_FLOORS, [(each.right, each.wrong) for each in self._prior]))
+        return f"{zlib.crc32(told.encode()):08x}"
 
     def least_score(self, category: str) -> float | None:
-        """The least score that is served now; None when nothing is."""
-        known = self._category(category)
+        """The least score that is served now; None when nothing is. Asking changes nothing."""
+        known = replace(self._categories.get(category) or _Category(credit=self._cap))
         floor = self._floor(known)
         return None if floor is None or known.credit <= 0 else BAND_FLOORS[floor]
 
-    def export_state(self) -> dict[str, Any]:
-        """What was learnt, as plain data: JSON can hold it."""
+    def export_state(self, categories: Container[str] | None = None) -> dict[str, Any]:
+        """What was learnt, of all categories or of these, as plain data: JSON can hold it."""
         return {
             name: {
                 "credit": known.credit,
@@ -233,6 +309,7 @@ class ErrorBudget:
                 "looks": known.looks,
             }
             for name, known in self._categories.items()
+            if categories is None or name in categories
         }
 
     def import_state(self, state: Mapping[str, Any]) -> None:
@@ -269,6 +346,21 @@ class ErrorBudget:
                 raise ValueError(f"state has band {band}, there are {len(BAND_FLOORS)}")
             self._remember(known, int(band), bool(was_right))
         return known
+
+    def _news_of(self, category: str) -> News | None:
+        return (
+            None
+            if self._news is None
+            else self._news.setdefault(category, News(seen=[0] * len(BAND_FLOORS)))
+        )
+
+    def _count(self, known: _Category, requests: int) -> None:
+        earned = EARNED_SHARE * self._config.max_wrong_rate * requests
+        known.credit = min(known.credit + earned, self._cap)
+        fading = (1.0 - 1.0 / SHARE_MEMORY) ** requests
+        known.requests = SHARE_MEMORY - (SHARE_MEMORY - known.requests) * fading
+        known.seen = [count * fading for count in known.seen]
+        known.requests_until_look -= requests
 
     def _category(self, name: str) -> _Category:
         known = self._categories.get(name)

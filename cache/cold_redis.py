@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cache.cold import ColdStoreError
-from cache.write_behind import Change, Key, Write, WriteBehindStore
+from cache.write_behind import LEARNT, UNTOLD, Change, Key, Write, WriteBehindStore
 
 if TYPE_CHECKING:
     import redis
@@ -69,8 +69,9 @@ class RedisBackend:
                 else:
                     expires = write.expires
                     batch.set(key, write.data, pxat=None if expires is None else int(expires * 1e3))
-                kind = "gone" if write.data is None else "put"
-                batch.xadd(self._log, self._entry(kind, partition, record_id))
+                if partition not in UNTOLD:
+                    kind = "gone" if write.data is None else "put"
+                    batch.xadd(self._log, self._entry(kind, partition, record_id))
             batch.xtrim(self._log, maxlen=MAX_LOG, approximate=True)
             batch.execute()
 
@@ -96,7 +97,7 @@ class RedisBackend:
         return None if data is None else bytes(data)
 
     def scan(self, partition: str | None) -> Iterator[tuple[str, str, bytes]]:
-        pattern = f"{self._prefix}:r:{partition or '*'}:*"
+        pattern = self._key(partition or "*", "*")
         cursor = 0
         seen: set[bytes] = set()
         while True:
@@ -118,7 +119,8 @@ class RedisBackend:
         self._bulk.close()
 
     def _key(self, partition: str, record_id: str) -> str:
-        return f"{self._prefix}:r:{partition}:{record_id}"
+        kind = "l" if partition in LEARNT else "r"
+        return f"{self._prefix}:{kind}:{partition}:{record_id}"
 
     def _entry(
         self, kind: str, partition: str = "", record_id: str = "", data: bytes = b""

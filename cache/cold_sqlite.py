@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cache.cold import ColdStoreError
-from cache.write_behind import Change, Key, Write, WriteBehindStore
+from cache.write_behind import LEARNT, UNTOLD, Change, Key, Write, WriteBehindStore
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,17 @@ PAGE_ROWS = 200
 KEPT_ASIDE = 3
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 LEAST_BYTES = 2**20
-PUT = "INSERT OR REPLACE INTO records (partition, id, expires, data) VALUES (?, ?, ?, ?)"
+TABLES = ("records", "learnt")
+SCHEMA_OF_LEARNT = """
+CREATE TABLE IF NOT EXISTS learnt (
+    number INTEGER PRIMARY KEY,
+    partition TEXT NOT NULL, id TEXT NOT NULL, expires REAL, data BLOB NOT NULL,
+    UNIQUE (partition, id)
+);
+"""
+PUT = "INSERT OR REPLACE INTO {table} (partition, id, expires, data) VALUES (?, ?, ?, ?)"
+DELETE = "DELETE FROM {table} WHERE partition = ? AND id = ?"
+READ = "SELECT data FROM {table} WHERE partition = ? AND id = ?"
 LOG = "INSERT INTO log (origin, kind, partition, id, data) VALUES (?, ?, ?, ?, ?)"
 
 
@@ -138,7 +148,7 @@ class SqliteBackend:
             if self._reader is None:
                 raise ColdStoreError(f"{self._path} is not open")
             row = self._reader.execute(
-                "SELECT data FROM records WHERE partition = ? AND id = ?", (partition, record_id)
+                _in_table(READ, partition), (partition, record_id)
             ).fetchone()
         return None if row is None else bytes(row[0])
 
@@ -146,9 +156,10 @@ class SqliteBackend:
         """The newest first."""
         which = "" if partition is None else "AND partition = :partition"
         query = (
-            f"SELECT number, partition, id, data FROM records WHERE number < :number {which} "
-            f"ORDER BY number DESC LIMIT {PAGE_ROWS}"
+            "SELECT number, partition, id, data FROM {table} WHERE number < :number "
+            f"{which} ORDER BY number DESC LIMIT {PAGE_ROWS}"
         )
+        query = _in_table(query, partition)
         number = 2**63 - 1
         while True:
             with self._lock, self._failures():
@@ -176,7 +187,7 @@ class SqliteBackend:
         if num_tables == 0 and application_id == 0:
             writer.execute("PRAGMA auto_vacuum = INCREMENTAL")
             writer.execute("PRAGMA journal_mode = WAL")
-            writer.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+            writer.executescript(f"BEGIN IMMEDIATE; {SCHEMA} {SCHEMA_OF_LEARNT} COMMIT;")
         elif application_id != APPLICATION_ID:
             raise _ForeignFile("is another application's")
         elif version != SCHEMA_VERSION:
@@ -184,6 +195,8 @@ class SqliteBackend:
         writer.execute("PRAGMA journal_mode = WAL")
         writer.execute("PRAGMA synchronous = FULL")
         writer.execute("PRAGMA journal_size_limit = 16777216")
+        # A file of before is kept as it is, with a table more.
+        writer.execute(SCHEMA_OF_LEARNT)
         (page_size,) = writer.execute("PRAGMA page_size").fetchone()
         writer.execute(f"PRAGMA max_page_count = {self._max_bytes // page_size}")
         writer.execute(
@@ -246,14 +259,17 @@ class SqliteBackend:
 
     def _write(self, notices: Sequence[bytes], writes: dict[Key, Write]) -> None:
         origin = self._origin
-        put = [(*key, write.expires, write.data) for key, write in writes.items()
-               if write.data is not None]  # fmt: skip
-        gone = [key for key, write in writes.items() if write.data is None]
-        kinds = [("gone" if write.data is None else "put", *key) for key, write in writes.items()]
+        kinds = [("gone" if write.data is None else "put", *key) for key, write in writes.items()
+                 if key[0] not in UNTOLD]  # fmt: skip
         with _transaction(self._checked()) as writer:
             writer.executemany(LOG, [(origin, "notice", "", "", notice) for notice in notices])
-            writer.executemany("DELETE FROM records WHERE partition = ? AND id = ?", gone)
-            writer.executemany(PUT, put)
+            for table in TABLES:
+                own = {key: write for key, write in writes.items() if _table(key[0]) == table}
+                gone = [key for key, write in own.items() if write.data is None]
+                put = [(*key, write.expires, write.data) for key, write in own.items()
+                       if write.data is not None]  # fmt: skip
+                writer.executemany(DELETE.format(table=table), gone)
+                writer.executemany(PUT.format(table=table), put)
             writer.executemany(LOG, [(origin, *kind, b"") for kind in kinds])
             writer.execute("DELETE FROM log WHERE number <= (SELECT max(number) FROM log) - ?",
                            (MAX_LOG,))  # fmt: skip
@@ -273,10 +289,7 @@ class SqliteBackend:
         changes = []
         for kind, partition, record_id, data in rows:
             if kind == "put":
-                row = writer.execute(
-                    "SELECT data FROM records WHERE partition = ? AND id = ?",
-                    (partition, record_id),
-                ).fetchone()
+                row = writer.execute(_in_table(READ, partition), (partition, record_id)).fetchone()
                 if row is None:
                     continue
                 (data,) = row
@@ -286,11 +299,12 @@ class SqliteBackend:
 
     def _tidy(self, writer: sqlite3.Connection) -> None:
         """Removes what nobody held when its life ended, and gives free pages back."""
-        writer.execute(
-            "DELETE FROM records WHERE number IN "
-            "(SELECT number FROM records WHERE expires <= ? LIMIT 5000)",
-            (self._wall_clock(),),
-        )
+        for table in TABLES:
+            writer.execute(
+                f"DELETE FROM {table} WHERE number IN "
+                f"(SELECT number FROM {table} WHERE expires <= ? LIMIT 5000)",
+                (self._wall_clock(),),
+            )
         writer.execute("PRAGMA incremental_vacuum(1000)").fetchall()
 
     def _drop_oldest(self) -> None:
@@ -300,7 +314,7 @@ class SqliteBackend:
                 "SELECT partition, id FROM records ORDER BY number "
                 "LIMIT (SELECT count(*) / 8 + 1 FROM records)"
             ).fetchall()
-            writer.executemany("DELETE FROM records WHERE partition = ? AND id = ?", oldest)
+            writer.executemany(DELETE.format(table="records"), oldest)
             writer.executemany(LOG, [(self._origin, "gone", *key, b"") for key in oldest])
         self._own_losses += [Change("gone", *key) for key in oldest]
         logger.warning("%s is full: its %d oldest records were removed", self._path, len(oldest))
@@ -338,6 +352,14 @@ def _translated(what: str) -> Iterator[None]:
         raise
     except (sqlite3.Error, OSError) as exc:
         raise ColdStoreError(f"{what}: {exc}") from exc
+
+
+def _table(partition: str | None) -> str:
+    return "learnt" if partition in LEARNT else "records"
+
+
+def _in_table(statement: str, partition: str | None) -> str:
+    return statement.format(table=_table(partition))
 
 
 def _primary(code: int | None) -> int | None:

@@ -18,10 +18,18 @@ class Lists(NamedTuple):
     concepts: Mapping[tuple[str, ...], str]
     markers: Mapping[tuple[str, ...], str]
     negations: frozenset[tuple[str, ...]]
-    openings: frozenset[str]
+    openings: Mapping[str, int]
+    """The words that phrases of several words begin with, and how long the longest of these is."""
     function: frozenset[str]
     filler: frozenset[str]
     light: frozenset[str]
+    plain_function: frozenset[str]
+    """Function and filler words that are nothing else, nor begin a phrase."""
+    special: frozenset[str]
+    """All that a reading treats in another way than as the name of something."""
+    stems: Mapping[str, str]
+    """Of the words on the lists, which are most of what prompts hold. What was asked before is not
+    remembered: the time would tell others of it."""
 
 
 @cache
@@ -43,17 +51,34 @@ def lists_of(language: str) -> Lists:
         for member in group:
             markers.setdefault(tuple(member.split()), group[0])
     negations = frozenset((word,) for word in known.negation)
-    phrases = [*concepts, *markers]
+    openings: dict[str, int] = {}
+    for phrase in (*concepts, *markers):
+        if len(phrase) > 1:
+            openings[phrase[0]] = max(len(phrase), openings.get(phrase[0], 0))
+    turning = known.negation | known.persons.keys() | known.relations | {"or", "'s", "how"}
+    turning |= {phrase[0] for phrase in markers} | openings.keys()
+    function = known.function | known.filler
     return Lists(
         known,
         concepts,
         markers,
         negations,
-        frozenset(phrase[0] for phrase in phrases),
+        openings,
         known.function,
         known.filler,
         frozenset(stem(word, language) for word in known.light),
+        frozenset(function - turning),
+        frozenset(function | turning),
+        {word: stem(word, language) for word in _words_of(known)},
     )
+
+
+def _words_of(known: Senses) -> set[str]:
+    """All words that the lists of a language hold."""
+    phrases = [member for group in (*known.same, *known.markers, *known.opposite, *known.kinds)
+               for member in group]  # fmt: skip
+    words = {word for phrase in phrases for word in phrase.split()}
+    return words | known.function | known.filler | known.light | known.persons.keys()
 
 
 def concept_of(word: str, language: str) -> str:

@@ -10,22 +10,24 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
-
-from cachetools import LRUCache
 
 from cache.answer import StoredAnswer
 from cache.budget import Action, Decision, ErrorBudget
-from cache.guards import MAX_PROMPT_CHARS, Comparison, compare, disagreement
+from cache.guards import (
+    MAX_PROMPT_CHARS,
+    Comparison,
+    compare_unless_vetoed,
+    wording_differs,
+)
 from cache.index import Vector
 from cache.key import PromptKey
-from cache.reading import Reading, understand
+from cache.prompts import Prompt, PromptMemo
 from cache.verifier import Pair, Verifier
 
 logger = logging.getLogger(__name__)
 
-MAX_READINGS = 4096
 QUARANTINE_RADIUS = 0.97
 """Cosine: neighbours as near as this to a question whose answer was wrong are taken out with it."""
 
@@ -39,11 +41,15 @@ def refusal(
     ttl_s: float,
     similarity: float | None,
     threshold: float,
+    prompts: tuple[Prompt, Prompt] | None = None,
+    is_worded: bool = True,
 ) -> str | None:
     """Why `asked` must not get `answer`, which was stored for `stored`; None means it may.
 
     `similarity` None asks for the exact path, where the texts must be equal;
-    else the texts must be as near as `threshold` and have the same wording.
+    else the texts must be as near as `threshold` and have the same wording. `prompts` are the two
+    texts as far as they have been read; where the reason is not `is_worded`, only whether there is
+    one counts.
     """
     if (reason := _refusal(stored, answer, asked, age_s=age_s, ttl_s=ttl_s)) is not None:
         return reason
@@ -51,7 +57,8 @@ def refusal(
         return None if stored.text == asked.text else "other text"
     if (reason := _semantic_refusal(stored, answer, asked, similarity, threshold)) is not None:
         return reason
-    return disagreement(stored.text, asked.text)
+    one, other = prompts or (Prompt(stored.text), Prompt(asked.text))
+    return wording_differs(one, other, is_worded=is_worded)
 
 
 def _refusal(
@@ -155,8 +162,12 @@ class Decider:
         self._rng = rng
         self._same_wording_similarity = same_wording_similarity
         self._min_similarity = min_similarity
-        # By partition, too: else the time of a look-up would tell what other tenants ask.
-        self._readings: LRUCache[tuple[str, str], Reading] = LRUCache(MAX_READINGS)
+        self._memo = PromptMemo()
+
+    @property
+    def budget(self) -> ErrorBudget:
+        """What the decider has learnt."""
+        return self._budget
 
     def choose(
         self,
@@ -166,19 +177,62 @@ class Decider:
         *,
         ttl_s: float,
         category: str,
+        is_counted: bool = False,
     ) -> Verdict:
         """The verdict on the candidates of a request, the nearest first.
 
         To be called once for each request that found no equal question, also when there are no
-        candidates: the error budget counts requests.
+        candidates: the error budget counts requests. `is_counted` says that this one was.
         """
-        self._budget.count_request(category)
+        if not is_counted:
+            self._budget.count_request(category)
+        verdict = self._judge(asked, embedding, candidates, ttl_s, category)
+        return verdict if verdict.score is None else self._under_budget(verdict)
+
+    def preview(
+        self,
+        asked: PromptKey,
+        embedding: Vector,
+        candidates: Sequence[Candidate],
+        *,
+        ttl_s: float,
+        category: str,
+    ) -> Verdict:
+        """What `choose` would say now, but for its coin: nothing is counted or learnt."""
+        verdict = self._judge(asked, embedding, candidates, ttl_s, category)
+        if verdict.score is None:
+            return verdict
+        return _as_decided(verdict, self._budget.preview(category, verdict.score))
+
+    def confirm(self, verdict: Verdict) -> Verdict:
+        """The verdict of `choose` in the place of a `preview` that serves; counts the request."""
+        confirmed = verdict if verdict.score is None else self._under_budget(verdict)
+        self._budget.count_request(verdict.category)
+        return confirmed
+
+    def _under_budget(self, verdict: Verdict) -> Verdict:
+        assert verdict.score is not None
+        return _as_decided(verdict, self._budget.decide(verdict.category, verdict.score, self._rng))
+
+    def _judge(
+        self,
+        asked: PromptKey,
+        embedding: Vector,
+        candidates: Sequence[Candidate],
+        ttl_s: float,
+        category: str,
+    ) -> Verdict:
+        """The verdict but for the budget, which has the last word where there is a score."""
+        prompt = Prompt(asked.text)
         pairs: list[tuple[int, Pair]] = []
         reason, similarity = "no candidate", None
         for place, candidate in enumerate(candidates):
             refused = self._refusal(candidate, asked, ttl_s)
             if refused is None:
-                refused = self._same_wording(candidate, asked)
+                stored = self._memo.of(candidate.key)
+                # Worded only where this will be the reason that is given.
+                is_last_word = place == 0 and not self._may_compare(stored, prompt)
+                refused = self._same_wording(candidate, stored, prompt, is_worded=is_last_word)
                 if refused is None:
                     return Verdict(
                         action="serve",
@@ -187,11 +241,11 @@ class Decider:
                         similarity=candidate.similarity,
                         category=category,
                     )
-                comparison = self._comparison(candidate, asked)
-                if comparison is not None:
-                    refused = comparison.veto
-                    if refused is None:
-                        pairs.append((place, Pair(comparison, candidate.embedding)))
+                if self._may_compare(stored, prompt):
+                    compared = compare_unless_vetoed(stored.reading, prompt.reading)
+                    refused = compared if isinstance(compared, str) else None
+                    if isinstance(compared, Comparison):
+                        pairs.append((place, Pair(compared, candidate.embedding)))
             if place == 0:
                 reason, similarity = refused or reason, candidate.similarity
         if not pairs or self._verifier is None:
@@ -223,26 +277,17 @@ class Decider:
             self._same_wording_similarity if self._verifier is None else self._min_similarity,
         )
 
-    def _same_wording(self, candidate: Candidate, asked: PromptKey) -> str | None:
-        reason = disagreement(candidate.key.text, asked.text)
+    def _same_wording(
+        self, candidate: Candidate, stored: Prompt, asked: Prompt, *, is_worded: bool
+    ) -> str | None:
+        reason = wording_differs(stored, asked, is_worded=is_worded)
         if reason is None and not candidate.similarity >= self._same_wording_similarity:
             return "below threshold"
         return reason
 
-    def _comparison(self, candidate: Candidate, asked: PromptKey) -> Comparison | None:
-        if (
-            self._verifier is None
-            or max(len(candidate.key.text), len(asked.text)) > MAX_PROMPT_CHARS
-        ):
-            return None
-        return compare(self._reading(candidate.key), self._reading(asked))
-
-    def _reading(self, key: PromptKey) -> Reading:
-        own = (key.partition, key.text)
-        reading = self._readings.get(own)
-        if reading is None:
-            reading = self._readings[own] = understand(key.text)
-        return reading
+    def _may_compare(self, stored: Prompt, asked: Prompt) -> bool:
+        longest = max(len(stored.text), len(asked.text))
+        return self._verifier is not None and longest <= MAX_PROMPT_CHARS
 
     def _weigh(
         self,
@@ -259,14 +304,21 @@ class Decider:
             return Verdict(action="refuse", reason=str(exc), category=category)
         best = int(scores.argmax())
         place, score = pairs[best][0], float(scores[best])
-        decision: Decision = self._budget.decide(category, score, self._rng)
         return Verdict(
-            action=decision.action,
-            reason=decision.why,
+            action="refuse",
+            reason="",
             choice=place,
             similarity=candidates[place].similarity,
             score=score,
-            is_checked=decision.is_checked,
-            check_rate=decision.check_rate,
             category=category,
         )
+
+
+def _as_decided(verdict: Verdict, decision: Decision) -> Verdict:
+    return replace(
+        verdict,
+        action=decision.action,
+        reason=decision.why,
+        is_checked=decision.is_checked,
+        check_rate=decision.check_rate,
+    )

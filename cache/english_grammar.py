@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cache import lexicon
+from cache.splitting import Term
 from cache.stems import is_participle
-from cache.wording import Term
 
 MAX_PARTICLE_GAP = 5
 """Words between a verb and its particle: "turn my water supply on"."""

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from cache import lexicon
+from cache.alignment import Alignment, align
 from cache.concepts import concept_of
 from cache.languages import BY_LANGUAGE
+from cache.prompts import Prompt
 from cache.reading import Reading, Token
-from cache.spelling import english_words, is_slip
-from cache.wording import Term, Wording, read
+from cache.splitting import Term
+from cache.wording import Wording
 
 MAX_PROMPT_CHARS = 4096
 """Longer prompts equal only themselves: an embedder's window holds less, and reading takes time."""
@@ -27,13 +29,19 @@ MAX_SHOWN = 3
 
 def disagreement(a: str, b: str) -> str | None:
     """Why an answer to `a` must not be given for `b`; None when nothing speaks against it."""
-    if a.strip() == b.strip():
+    return wording_differs(Prompt(a), Prompt(b))
+
+
+def wording_differs(one: Prompt, other: Prompt, *, is_worded: bool = True) -> str | None:
+    """As `disagreement`; not `is_worded` where nobody reads the reason, only whether there is one."""
+    if one.text.strip() == other.text.strip():
         return None
-    if max(len(a), len(b)) > MAX_PROMPT_CHARS:
-        return f"prompt has {max(len(a), len(b))} characters, the limit is {MAX_PROMPT_CHARS}"
-    first, second = read(a), read(b)
-    if [term.text for term in first.terms] != [term.text for term in second.terms]:
-        return _difference(first, second)
+    longest = max(len(one.text), len(other.text))
+    if longest > MAX_PROMPT_CHARS:
+        return f"prompt has {longest} characters, the limit is {MAX_PROMPT_CHARS}"
+    first, second = one.wording, other.wording
+    if one.row != other.row:
+        return _difference(first, second) if is_worded else "words differ"
     if first.is_literal or second.is_literal or first.is_english != second.is_english:
         return "wording matters and differs"
     if first.is_question != second.is_question:
@@ -62,7 +70,13 @@ def _difference(first: Wording, second: Wording) -> str:
         return "word order differs"
     if len(only[0]) == len(only[1]) == 1 and _is_opposite(only[0][0].text, only[1][0].text):
         return f"opposites: {only[0][0].shown} / {only[1][0].shown}"
-    for label, belongs in _LABELS:
+    texts, kinds = (
+        counts[0].keys() | counts[1].keys(),
+        {term.kind for side in only for term in side},
+    )
+    for label, belongs, words, own_kinds in _LABELS:
+        if words.isdisjoint(texts) and own_kinds.isdisjoint(kinds):
+            continue
         chosen = [[term.shown for term in terms if belongs(term)] for terms in only]
         if chosen[0] or chosen[1]:
             return _phrase(label, chosen)
@@ -70,12 +84,14 @@ def _difference(first: Wording, second: Wording) -> str:
 
 
 def _is_number(term: Term) -> bool:
-    has_digit = any(character.isdigit() for character in term.text)
-    is_amount = has_digit and term.kind in ("number", "identifier")
-    return is_amount or term.text in lexicon.NUMBER_WORDS
+    if term.kind in ("number", "identifier") and any(map(str.isdigit, term.text)):
+        return True
+    return term.text in lexicon.NUMBER_WORDS
 
 
 def _is_negation(term: Term) -> bool:
+    if term.text.isascii():
+        return term.text in lexicon.NEGATIONS
     return term.text in lexicon.NEGATIONS or any(
         character in lexicon.NEGATION_CHARACTERS for character in term.text
     )
@@ -85,17 +101,25 @@ def _is_name(term: Term) -> bool:
     return term.kind == "word" and term.shown[:1].isupper()
 
 
-_LABELS: tuple[tuple[str, Callable[[Term], bool]], ...] = (
-    ("quotes differ", lambda term: term.kind == "quote"),
-    ("numbers differ", _is_number),
-    ("units differ", lambda term: term.text in lexicon.UNITS),
-    ("dates differ", lambda term: term.text in lexicon.DATES),
-    ("identifiers differ", lambda term: term.kind == "identifier"),
-    ("negation differs", _is_negation),
-    ("names differ", _is_name),
-    ("punctuation differs", lambda term: term.kind == "mark"),
+_ANY_KIND = frozenset({"word", "number", "identifier", "quote", "mark"})
+_NO_WORDS: frozenset[str] = frozenset()
+_LABELS: tuple[tuple[str, Callable[[Term], bool], frozenset[str], frozenset[str]], ...] = (
+    ("quotes differ", lambda term: term.kind == "quote", _NO_WORDS, frozenset({"quote"})),
+    ("numbers differ", _is_number, lexicon.NUMBER_WORDS, frozenset({"number", "identifier"})),
+    ("units differ", lambda term: term.text in lexicon.UNITS, lexicon.UNITS, frozenset()),
+    ("dates differ", lambda term: term.text in lexicon.DATES, lexicon.DATES, frozenset()),
+    (
+        "identifiers differ",
+        lambda term: term.kind == "identifier",
+        _NO_WORDS,
+        frozenset({"identifier"}),
+    ),
+    ("negation differs", _is_negation, _NO_WORDS, _ANY_KIND),
+    ("names differ", _is_name, _NO_WORDS, frozenset({"word"})),
+    ("punctuation differs", lambda term: term.kind == "mark", _NO_WORDS, frozenset({"mark"})),
 )
-"""Kinds of difference, the most telling first; they word the refusal, they do not decide it."""
+"""Kinds of difference, the most telling first, each with words and kinds of terms without one of which
+there is no such difference. They word the refusal, they do not decide it."""
 
 
 def _is_opposite(one: str, other: str) -> bool:
@@ -105,27 +129,12 @@ def _is_opposite(one: str, other: str) -> bool:
     return any(prefix + short == long for prefix in lexicon.NEGATIVE_PREFIXES)
 
 
-def _phrase(label: str, sides: list[list[str]]) -> str:
+def _phrase(label: str, sides: Sequence[Sequence[str]]) -> str:
     """ "numbers differ: 23 / 28"; at most three terms a side."""
     return f"{label}: " + " / ".join(" ".join(side[:MAX_SHOWN]) or "none" for side in sides)
 
 
 # Vetoes: what a likeness must not outweigh
-
-
-@dataclass(frozen=True, slots=True)
-class Alignment:
-    """How the tokens of two readings meet.
-
-    `shared` holds pairs of equal concepts, in the order of the first reading; `slips` pairs that
-    differ by a slip of the pen; the rest found no counterpart, light words apart.
-    """
-
-    shared: tuple[tuple[Token, Token], ...]
-    num_slips: int
-    num_respelled: int
-    only: tuple[tuple[Token, ...], tuple[Token, ...]]
-    light: tuple[tuple[Token, ...], tuple[Token, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,134 +157,57 @@ def compare(one: Reading, other: Reading) -> Comparison:
     return Comparison(first, second, alignment, _veto(first, second, alignment))
 
 
+def compare_unless_vetoed(one: Reading, other: Reading) -> Comparison | str:
+    """What `compare` gives, or only its veto: most are found before anything is paired off."""
+    first, second = (one, other) if one.letters <= other.letters else (other, one)
+    if (veto := _plain_veto(first, second)) is not None:
+        return veto
+    alignment = align(first, second)
+    veto = _veto_of_alignment(first, second, alignment)
+    return Comparison(first, second, alignment, None) if veto is None else veto
+
+
 def _veto(first: Reading, second: Reading, alignment: Alignment) -> str | None:
+    return _plain_veto(first, second) or _veto_of_alignment(first, second, alignment)
+
+
+def _plain_veto(first: Reading, second: Reading) -> str | None:
     if first.language is None or second.language is None:
         return "wording matters and differs"
     if first.language != second.language:
         return f"languages differ: {first.language} / {second.language}"
-    return next(
-        (reason for check in _CHECKS if (reason := check(first, second, alignment)) is not None),
-        None,
-    )
+    for plain_check in _PLAIN_CHECKS:
+        if (reason := plain_check(first, second)) is not None:
+            return reason
+    return None
 
 
-def align(first: Reading, second: Reading) -> Alignment:
-    """Pairs the tokens of two readings off."""
-    places: dict[str, list[Token]] = {}
-    for token in second.tokens:
-        places.setdefault(token.concept, []).append(token)
-    shared: list[tuple[Token, Token]] = []
-    rest: list[Token] = []
-    for token in first.tokens:
-        twins = places.get(token.concept)
-        if twins:
-            shared.append((token, twins.pop(0)))
-        else:
-            rest.append(token)
-    taken = {id(twin) for _, twin in shared}
-    others = [token for token in second.tokens if id(token) not in taken]
-    joined = _joined(rest, others)
-    slips = _slips(rest, others) if first.language == second.language == "en" else []
-    shared.sort(key=lambda pair: pair[0].place)
-    shared = sorted([*shared, *joined, *slips], key=lambda pair: pair[0].place)
-    light = [[token for token in side if token.is_light] for side in (rest, others)]
-    if not _are_interchangeable(light[0], light[1], first.language or ""):
-        light = [[], []]
-    only = [
-        tuple(token for token in side if token not in spared)
-        for side, spared in zip((rest, others), light, strict=True)
-    ]
-    return Alignment(
-        tuple(shared),
-        len(slips),
-        len(joined),
-        (only[0], only[1]),
-        (tuple(light[0]), tuple(light[1])),
-    )
+def _veto_of_alignment(first: Reading, second: Reading, alignment: Alignment) -> str | None:
+    for check in _CHECKS:
+        if (reason := check(first, second, alignment)) is not None:
+            return reason
+    return None
 
 
-def _are_interchangeable(one: list[Token], other: list[Token], language: str) -> bool:
-    """Whether light words on both sides may stand for each other; alone they add nothing."""
-    if not one or not other:
-        return True
-    concepts = {token.concept for token in (*one, *other)}
-    return any(concepts <= group for group in _interchangeable(language))
-
-
-@cache
-def _interchangeable(language: str) -> tuple[frozenset[str], ...]:
-    known = BY_LANGUAGE.get(language)
-    groups = known.interchangeable if known else ()
-    return tuple(frozenset(concept_of(word, language) for word in group) for group in groups)
-
-
-def _joined(rest: list[Token], others: list[Token]) -> list[tuple[Token, Token]]:
-    """Takes out words that one side writes apart: "smart phone" and "smartphone"."""
-    found: list[tuple[Token, Token]] = []
-    for one, other, is_turned in ((rest, others, False), (others, rest, True)):
-        for token in list(one):
-            letters = _letters(token)
-            for size in (1, 2, 3):
-                run = next(
-                    (
-                        other[i : i + size]
-                        for i in range(len(other) - size + 1)
-                        if "".join(map(_letters, other[i : i + size])) == letters
-                    ),
-                    None,
-                )
-                if run and token.kind == "word" and all(t.kind == "word" for t in run):
-                    one.remove(token)
-                    for member in run:
-                        other.remove(member)
-                    found.append((run[0], token) if is_turned else (token, run[0]))
-                    break
-    return found
-
-
-def _letters(token: Token) -> str:
-    return token.shown.lower().replace("-", "").replace("'", "")
-
-
-def _slips(rest: list[Token], others: list[Token]) -> list[tuple[Token, Token]]:
-    found: list[tuple[Token, Token]] = []
-    words = english_words()
-    for token in list(rest):
-        for other in others:
-            if token.kind != "word" or other.kind != "word" or token.is_name or other.is_name:
-                continue
-            if is_slip(token.shown.lower(), other.shown.lower(), words):
-                rest.remove(token)
-                others.remove(other)
-                found.append((token, other))
-                break
-    return found
-
-
-def _numbers_differ(first: Reading, second: Reading, _: Alignment) -> str | None:
-    return _kind_differs("numbers", first, second, ("number",))
-
-
-def _literals_differ(first: Reading, second: Reading, _: Alignment) -> str | None:
-    return _kind_differs("identifiers", first, second, ("identifier", "quote"))
-
-
-def _kind_differs(
-    label: str, first: Reading, second: Reading, kinds: tuple[str, ...]
-) -> str | None:
-    sides = [[t.concept for t in reading.tokens if t.kind in kinds] for reading in (first, second)]
-    if sides[0] == sides[1]:
+def _literals_differ(first: Reading, second: Reading) -> str | None:
+    if first.literals == second.literals:
         return None
-    return _phrase(f"{label} differ", sides)
+    return _phrase("identifiers differ", (first.literals, second.literals))
 
 
-def _negation_differs(first: Reading, second: Reading, _: Alignment) -> str | None:
+def _numbers_differ(first: Reading, second: Reading) -> str | None:
+    if first.numbers == second.numbers:
+        return None
+    return _phrase("numbers differ", (first.numbers, second.numbers))
+
+
+def _negation_differs(first: Reading, second: Reading) -> str | None:
     if first.negations == second.negations:
         return None
     return f"negation differs: {first.negations} / {second.negations}"
 
 
-def _markers_differ(first: Reading, second: Reading, _: Alignment) -> str | None:
+def _markers_differ(first: Reading, second: Reading) -> str | None:
     if first.markers == second.markers:
         return None
     counts = Counter(first.markers), Counter(second.markers)
@@ -329,38 +261,47 @@ def _names_differ(_: Reading, __: Reading, alignment: Alignment) -> str | None:
 
 def _opposites(first: Reading, _: Reading, alignment: Alignment) -> str | None:
     language = first.language or ""
-    known = BY_LANGUAGE[language]
+    prefixes = BY_LANGUAGE[language].negative_prefixes
+    opposites, kinds = _groups_of(language)
+    others = alignment.only[1] + alignment.light[1]
     for one in alignment.only[0] + alignment.light[0]:
-        for other in alignment.only[1] + alignment.light[1]:
-            pair = (one.concept, other.concept)
-            if _are_opposite(pair, _oppositions(language)):
+        concept = one.concept
+        of_opposites = opposites.get(concept, _NONE)
+        of_kinds = kinds.get(concept, _NONE)
+        for other in others:
+            if not of_opposites.isdisjoint(opposites.get(other.concept, _NONE)) or _is_negated(
+                concept, other.concept, prefixes
+            ):
                 return f"opposites: {one.shown} / {other.shown}"
-            if _is_negated(pair, known.negative_prefixes):
-                return f"opposites: {one.shown} / {other.shown}"
-            if any({*pair} <= kind for kind in _kinds(language)):
+            if not of_kinds.isdisjoint(kinds.get(other.concept, _NONE)):
                 return f"kinds differ: {one.shown} / {other.shown}"
     return None
 
 
-@cache
-def _oppositions(language: str) -> tuple[frozenset[str], ...]:
-    groups = BY_LANGUAGE[language].opposite
-    return tuple(frozenset(concept_of(word, language) for word in group) for group in groups)
+_NONE: frozenset[int] = frozenset()
+_Groups = dict[str, frozenset[int]]
 
 
 @cache
-def _kinds(language: str) -> tuple[frozenset[str], ...]:
-    groups = BY_LANGUAGE[language].kinds
-    return tuple(frozenset(concept_of(word, language) for word in group) for group in groups)
+def _groups_of(language: str) -> tuple[_Groups, _Groups]:
+    """In which lines of opposites, and in which of kinds, a concept stands."""
+    known = BY_LANGUAGE[language]
+    both: list[_Groups] = []
+    for lines in (known.opposite, known.kinds):
+        places: dict[str, set[int]] = {}
+        for number, line in enumerate(lines):
+            for word in line:
+                places.setdefault(concept_of(word, language), set()).add(number)
+        both.append({concept: frozenset(numbers) for concept, numbers in places.items()})
+    return both[0], both[1]
 
 
-def _are_opposite(pair: tuple[str, str], groups: Sequence[frozenset[str]]) -> bool:
-    return any(pair[0] in group and pair[1] in group for group in groups)
-
-
-def _is_negated(pair: tuple[str, str], prefixes: tuple[str, ...]) -> bool:
-    short, long = sorted(pair, key=len)
-    return len(short) > 2 and any(prefix + short == long for prefix in prefixes)
+def _is_negated(one: str, other: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether one word is the other behind a prefix that turns it round."""
+    short, long = (one, other) if len(one) < len(other) else (other, one)
+    if len(short) < 3 or not long.endswith(short):
+        return False
+    return any(prefix + short == long for prefix in prefixes)
 
 
 def _words_differ(first: Reading, second: Reading, alignment: Alignment) -> str | None:
@@ -369,13 +310,15 @@ def _words_differ(first: Reading, second: Reading, alignment: Alignment) -> str 
     So are several, each in the place of another. Where more is reworded the verifier may weigh it,
     in English; of the other languages too little is known.
     """
-    frames = [
-        ["" if token in only else token.concept for token in reading.tokens]
-        for reading, only in zip((first, second), alignment.only, strict=True)
-    ]
-    is_reworded = min(map(len, alignment.only)) > 1 and frames[0] != frames[1]
-    if not any(alignment.only) or (first.language == "en" and is_reworded):
+    if not any(alignment.only):
         return None
+    if first.language == "en" and min(map(len, alignment.only)) > 1:
+        frames = [
+            ["" if token in only else token.concept for token in reading.tokens]
+            for reading, only in zip((first, second), alignment.only, strict=True)
+        ]
+        if frames[0] != frames[1]:
+            return None
     return _phrase("words differ", [[t.shown for t in side] for side in alignment.only])
 
 
@@ -445,11 +388,13 @@ def _may_move(one: tuple[Token, Token], other: tuple[Token, Token]) -> bool:
 
 _COMPOUNDING = frozenset({"of", "for", "in", "on", "at", "about", "with"})
 _Check = Callable[[Reading, Reading, Alignment], str | None]
-_CHECKS: tuple[_Check, ...] = (
+_PLAIN_CHECKS: tuple[Callable[[Reading, Reading], str | None], ...] = (
     _literals_differ,
     _numbers_differ,
     _negation_differs,
     _markers_differ,
+)
+_CHECKS: tuple[_Check, ...] = (
     _names_differ,
     _opposites,
     _persons_differ,
@@ -459,4 +404,5 @@ _CHECKS: tuple[_Check, ...] = (
     _one_adds,
     _words_differ,
 )
-"""The most telling first; the first that finds something words the refusal."""
+"""After the plain ones; the most telling first, and the first that finds something words the
+refusal."""

@@ -20,6 +20,10 @@ Json = str | int | float | bool | None | Mapping[str, "Json"] | Sequence["Json"]
 """A JSON value; what `partition_digest` accepts (tuples count as arrays)."""
 
 DIGEST_BYTES = 32
+_AS_IS = frozenset({str, int, bool, type(None)})
+_ENCODER = json.JSONEncoder(
+    sort_keys=True, ensure_ascii=False, separators=(",", ":"), check_circular=False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,7 @@ def partition_digest(parts: Mapping[str, Json]) -> str:
         ValueError: a number is not finite.
         TypeError: a value is not JSON, or a key is not a string.
     """
-    return _digest(
-        json.dumps(_plain(parts), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    )
+    return _digest(_ENCODER.encode(_plain(parts)))
 
 
 def normalise(text: str) -> str:
@@ -108,6 +110,8 @@ def normalise(text: str) -> str:
 
 
 def _plain(value: Json) -> object:
+    if type(value) in _AS_IS:
+        return value
     match value:
         case None | bool() | str() | int():
             return value
@@ -119,7 +123,9 @@ def _plain(value: Json) -> object:
             for name in value:
                 if not isinstance(name, str):
                     raise TypeError(f"keys of parts must be strings, got {name!r}")
-            return {name: _plain(item) for name, item in value.items()}
+            return {
+                name: item if type(item) in _AS_IS else _plain(item) for name, item in value.items()
+            }
         case list() | tuple():
             return [_plain(item) for item in value]
         case _:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from cache.aliases import AliasMap
+from cache.aliases import Alias, AliasMap
 from cache.answer import StoredAnswer
+from cache.budget import Action
 from cache.cold import ColdStoreError, OutOfReach, RecordGone
 from cache.config import CacheConfig
-from cache.decision import Candidate, Decider, Verdict
-from cache.entries import Entry
+from cache.decision import Candidate, Decider, Verdict, refusal
+from cache.entries import Entry, entry_id
 from cache.equivalence import are_equivalent, refusal_of
 from cache.guards import MAX_PROMPT_CHARS, compare
 from cache.index import Vector
 from cache.key import PromptKey, truncated_key
 from cache.outcome import Hit, Miss
+from cache.prompts import Prompt, PromptMemo
 from cache.quarantine import Quarantine
 from cache.reading import understand
-from cache.stats import Explained, Tier
+from cache.stats import Explained, Foreseen, Tier
 from cache.tiers import Tiers
 from cache.verifier import Pair, Verifier
 
@@ -57,13 +61,23 @@ class Lookup:
         self._quarantine = quarantine
         self._decider = decider
         self._counts = counts
+        self._memo = PromptMemo()
 
     def exact(self, key: PromptKey, now: float) -> Hit | None:
         """The answer stored for this very question, whole or cut at this very limit."""
         return self._at(key.exact, key, now) or self._at(truncated_key(key).exact, key, now)
 
-    def nearest(self, key: PromptKey, embedding: Vector | None, now: float) -> Hit | Miss:
-        """The answer of a near question that the decision lets pass."""
+    def nearest(
+        self,
+        key: PromptKey,
+        embedding: Vector | None,
+        now: float,
+        underway: Sequence[Candidate] = (),
+    ) -> Hit | Miss:
+        """The answer of a near question that the decision lets pass.
+
+        `underway`: near questions that are being answered, for the same decision.
+        """
         if not key.allow_semantic:
             return Miss(None, "semantic matching is off")
         if embedding is None:
@@ -73,31 +87,51 @@ class Lookup:
             if self._quarantine.covers(key.partition, embedding):
                 return Miss(None, "near an answer that was wrong")
             found = self._search(key, embedding)
+            # Their answers will be closed like those that are stored.
+            underway = [each for each in underway
+                        if not self._quarantine.covers(key.partition, each.embedding)]  # fmt: skip
         except ValueError as exc:
             self.note_fault(exc)
             return Miss(None, f"unusable embedding: {exc}")
-        return self._decide(key, embedding, found, now)
+        return self._decide(key, embedding, found, now, underway)
 
     def by_alias(self, key: PromptKey, now: float) -> Hit | None:
         """The answer of the question that this one was found to paraphrase, decided anew."""
         alias = self._aliases.get(key.exact)
         if alias is None or not key.allow_semantic:
             return None
+        found = self._target(key, alias)
+        hit = None if found is None else self._by_alias(key, alias.vector, found, now)
+        if hit is not None:
+            self._counts["alias_hits"] += 1
+            return hit
+        self._aliases.remove(key.exact)
+        return None
+
+    def _target(self, key: PromptKey, alias: Alias) -> Found | None:
+        """What an alias stands for, if it may be put to the decision."""
         found = self._tiers.get(alias.target)
         vector = None if found is None else found[0].vector
         if (
-            found is not None
-            and vector is not None
-            and vector.shape == alias.vector.shape
-            and not self._quarantine.covers(key.partition, alias.vector)
+            found is None
+            or vector is None
+            or vector.shape != alias.vector.shape
+            or self._quarantine.covers(key.partition, alias.vector)
         ):
-            similarity = float(vector @ alias.vector)
-            decided = self._decide(key, alias.vector, [(*found, similarity)], now)
-            if isinstance(decided, Hit):
-                self._counts["alias_hits"] += 1
-                return decided
-        self._aliases.remove(key.exact)
-        return None
+            return None
+        return (*found, float(vector @ alias.vector))
+
+    def _by_alias(self, key: PromptKey, vector: Vector, found: Found, now: float) -> Hit | None:
+        # Where it does not serve, the request goes on to be decided among all candidates: only
+        # then is it counted.
+        verdict = self._verdict(key, vector, self._candidates([found], now), is_preview=True)
+        if verdict.action != "serve":
+            return None
+        entry, tier, near = found
+        hit = self._give(entry, tier, now, "semantic", min(near, 1.0), verdict)
+        if hit is None or self._decider is None:
+            return hit
+        return replace(hit, verdict=self._decider.confirm(verdict))
 
     def explain(
         self,
@@ -118,22 +152,85 @@ class Lookup:
         if embedding is not None:
             check_unit(embedding)
             found += self._search(key, embedding)
-        return [
-            Explained(
-                entry.id,
-                tier,
-                entry.key.text,
-                None if similarity is None else min(similarity, 1.0),
-                refusal_of(entry, key, now, similarity, self._config),
-                now - entry.created,
-                *(
-                    (None, None)
-                    if similarity is None or embedding is None
-                    else _in_other_words(entry, key, embedding, verifier)
-                ),
+        return [self._explained(one, key, embedding, now, verifier) for one in found]
+
+    def foresee(self, key: PromptKey, embedding: Vector | None, now: float) -> Foreseen:
+        """What the whole of a look-up would come to; changes nothing."""
+        for exact in (key.exact, truncated_key(key).exact):
+            held = self._tiers.get(exact)
+            if held is not None and refusal_of(held[0], key, now, None, self._config) is None:
+                return Foreseen(
+                    action="serve",
+                    by="exact",
+                    reason="equal question",
+                    id=held[0].id,
+                    similarity=1.0,
+                )
+        alias = self._aliases.peek(key.exact) if key.allow_semantic else None
+        if alias is not None and (found := self._target(key, alias)) is not None:
+            foreseen = self._foreseen(key, alias.vector, [found], now, "alias")
+            if foreseen.action == "serve":
+                return foreseen
+        if not key.allow_semantic or embedding is None:
+            why = (
+                "semantic matching is off" if not key.allow_semantic else "prompt too long to embed"
             )
-            for entry, tier, similarity in found
-        ]
+            return Foreseen(action="refuse", by="meaning", reason=why)
+        check_unit(embedding)
+        if self._quarantine.covers(key.partition, embedding):
+            return Foreseen(action="refuse", by="meaning", reason="near an answer that was wrong")
+        return self._foreseen(key, embedding, self._search(key, embedding), now, "meaning")
+
+    def _foreseen(
+        self,
+        key: PromptKey,
+        embedding: Vector,
+        found: list[Found],
+        now: float,
+        by: Literal["alias", "meaning"],
+    ) -> Foreseen:
+        candidates = self._candidates(found, now)
+        verdict = self._verdict(key, embedding, candidates, is_preview=True)
+        choice = None if verdict.choice is None else entry_id(candidates[verdict.choice].key)
+        return Foreseen(
+            action=verdict.action,
+            by=by,
+            reason=verdict.reason or "same wording",
+            id=choice,
+            similarity=None if verdict.similarity is None else min(verdict.similarity, 1.0),
+            score=verdict.score,
+            check_rate=verdict.check_rate,
+        )
+
+    def _explained(
+        self,
+        found: tuple[Entry, Tier, float | None],
+        key: PromptKey,
+        embedding: Vector | None,
+        now: float,
+        verifier: Verifier | None,
+    ) -> Explained:
+        entry, tier, similarity = found
+        refused = refusal_of(entry, key, now, similarity, self._config)
+        veto, score = None, None
+        action: Action = "serve" if refused is None else "refuse"
+        reason = "equal question" if refused is None else refused
+        if similarity is not None and embedding is not None:
+            veto, score = _in_other_words(entry, key, embedding, verifier)
+            alone = self._foreseen(key, embedding, [(entry, tier, similarity)], now, "meaning")
+            action, reason = alone.action, alone.reason
+        return Explained(
+            entry.id,
+            tier,
+            entry.key.text,
+            None if similarity is None else min(similarity, 1.0),
+            refused,
+            now - entry.created,
+            veto,
+            score,
+            action,
+            reason,
+        )
 
     def _at(self, exact: str, key: PromptKey, now: float) -> Hit | None:
         found = self._tiers.get(exact)
@@ -160,12 +257,19 @@ class Lookup:
         embedding: Vector,
         found: list[Found],
         now: float,
+        underway: Sequence[Candidate] = (),
+        is_counted: bool = False,
     ) -> Hit | Miss:
         """Puts the candidates to the decision, again without one whose answer is damaged."""
-        verdict = self._verdict(key, embedding, found, now)
+        candidates = [*self._candidates(found, now), *underway]
+        verdict = self._verdict(key, embedding, candidates, is_counted=is_counted)
         similarity = None if verdict.similarity is None else min(verdict.similarity, 1.0)
         if verdict.choice is None:
             return Miss(similarity, verdict.reason, verdict)
+        if verdict.choice >= len(found):
+            other = candidates[verdict.choice].key
+            shared = other if verdict.action == "serve" else None
+            return Miss(similarity, verdict.reason, verdict, id=entry_id(other), underway=shared)
         entry, tier, near = found[verdict.choice]
         if verdict.action != "serve":
             answer = self._answer(entry, tier) if verdict.is_checked else None
@@ -176,35 +280,62 @@ class Lookup:
             rest = [item for item in found if item[0] is not entry]
             if not rest:
                 return Miss(similarity, "stored answer was damaged")
-            return self._decide(key, embedding, rest, now)
+            return self._decide(key, embedding, rest, now, underway, is_counted=True)
         self._aliases.add(key.exact, entry.key.exact, embedding)
         return hit
+
+    def _candidates(self, found: list[Found], now: float) -> list[Candidate]:
+        return [
+            Candidate(entry.key, entry.answer, now - entry.created, near, entry.vector)
+            for entry, _, near in found
+            if entry.vector is not None
+        ]
 
     def _verdict(
         self,
         key: PromptKey,
         embedding: Vector,
-        found: list[Found],
-        now: float,
+        candidates: Sequence[Candidate],
+        *,
+        is_counted: bool = False,
+        is_preview: bool = False,
     ) -> Verdict:
         """The one place where the semantic path is decided."""
+        life_s, category = self._config.life_s, key.tenant
+        if self._decider is not None and is_preview:
+            return self._decider.preview(
+                key, embedding, candidates, ttl_s=life_s, category=category
+            )
         if self._decider is not None:
-            candidates = [
-                Candidate(entry.key, entry.answer, now - entry.created, near, entry.vector)
-                for entry, _, near in found
-                if entry.vector is not None
-            ]
             return self._decider.choose(
-                key, embedding, candidates, ttl_s=self._config.life_s, category=key.tenant
+                key,
+                embedding,
+                candidates,
+                ttl_s=life_s,
+                category=category,
+                is_counted=is_counted,
             )
         reason = "no candidate"
-        for place, (entry, _, near) in enumerate(found):
-            refused = refusal_of(entry, key, now, near, self._config)
+        prompt = Prompt(key.text)
+        for place, candidate in enumerate(candidates):
+            refused = refusal(
+                candidate.key,
+                candidate.answer,
+                key,
+                age_s=candidate.age_s,
+                ttl_s=life_s,
+                similarity=candidate.similarity,
+                threshold=self._config.semantic_threshold,
+                prompts=(self._memo.of(candidate.key), prompt),
+                is_worded=place == 0,
+            )
             if refused is None:
-                return Verdict(action="serve", reason="", choice=place, similarity=near)
+                return Verdict(
+                    action="serve", reason="", choice=place, similarity=candidate.similarity
+                )
             if place == 0:
                 reason = refused
-        nearest = found[0][2] if found else None
+        nearest = candidates[0].similarity if candidates else None
         return Verdict(action="refuse", reason=reason, similarity=nearest)
 
     def _give(

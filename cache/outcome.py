@@ -7,6 +7,7 @@ from typing import Literal
 
 from cache.answer import StoredAnswer
 from cache.decision import Verdict
+from cache.key import PromptKey
 from cache.stats import Tier
 
 
@@ -35,7 +36,8 @@ class Miss:
     """Nothing may be given; `similarity` and `reason` tell of the best candidate.
 
     The reason may quote the words in which two prompts of one partition differ. `candidate`
-    is the answer that `verdict` would have chosen, where that is to be checked.
+    is the answer that `verdict` would have chosen, where that is to be checked. `underway` is a
+    question that is being answered, and whose answer the request may be given when it has come.
     """
 
     similarity: float | None
@@ -43,3 +45,4 @@ class Miss:
     verdict: Verdict | None = field(default=None, compare=False)
     candidate: StoredAnswer | None = field(default=None, compare=False)
     id: str = field(default="", compare=False)
+    underway: PromptKey | None = field(default=None, compare=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,22 +17,24 @@ from cache.aliases import AliasMap
 from cache.answer import StoredAnswer
 from cache.cold import ColdStore, ColdStoreError, MemoryColdStore
 from cache.config import CacheConfig
-from cache.decision import Decider, Verdict
+from cache.decision import Candidate, Decider, Verdict
 from cache.entries import ENTRY_OVERHEAD_BYTES, ID_CHARS, Entry, from_record
 from cache.equivalence import are_equivalent
 from cache.index import Vector
 from cache.inventory import Inventory
 from cache.key import PromptKey, truncated_key
+from cache.learnt import Learnt
 from cache.lookup import Lookup, check_unit
 from cache.lru_k import EvictionPolicy
 from cache.outcome import Hit, Miss
 from cache.probation import KnownMisses, MissBuckets
 from cache.quarantine import Quarantine
 from cache.removals import LateRemovals
-from cache.sharing import Condemned, Removal, pack, unpack
-from cache.stats import CacheStats, EntryFilter, EntryInfo, Explained, TenantStats
+from cache.sharing import Condemned, Learning, Notice, Removal, pack, unpack
+from cache.stats import CacheStats, EntryFilter, EntryInfo, Explained, Foreseen, TenantStats
 from cache.tiers import Tiers
 from cache.verifier import Verifier
+from cache.write_behind import LEARNT
 
 MAX_TAKEN_IN = 32
 """Records or changes of others that one look-up takes in: a few milliseconds at most."""
@@ -85,6 +87,15 @@ class PromptCache:
             is_removed=self._late.cover,
             now=clock(),
         )
+        self._learnt: Learnt | None = None
+        if self._tiers.shared is not None:
+            self._learnt = Learnt(
+                self._tiers.shared,
+                self._aliases,
+                None if decider is None else decider.budget,
+                life_s=config.life_s,
+                clock=clock,
+            )
         self._inventory = Inventory(self._tiers, self._aliases)
         self._lookup = Lookup(
             config,
@@ -114,14 +125,17 @@ class PromptCache:
             self._counts["misses"] += 1
         return miss
 
-    def lookup_semantic(self, key: PromptKey, embedding: Vector | None) -> Hit | Miss:
+    def lookup_semantic(
+        self, key: PromptKey, embedding: Vector | None, underway: Sequence[Candidate] = ()
+    ) -> Hit | Miss:
         """The answer of a near question in the partition that the decision lets pass.
 
         `embedding`: (D,) float32, unit norm; None when the text does not fit the
-        embedder. An unusable embedding is a miss and counts as an error.
+        embedder. An unusable embedding is a miss and counts as an error. `underway` are
+        questions that are being answered; one that is chosen is told in the miss.
         """
         now = self._expire()
-        found = self._lookup.nearest(key, embedding, now)
+        found = self._lookup.nearest(key, embedding, now, underway)
         if isinstance(found, Miss):
             self._counts["misses"] += 1
             self._remember(key, embedding, found)
@@ -205,6 +219,14 @@ class PromptCache:
             ValueError: `embedding` is not usable.
         """
         return self._lookup.explain(key, embedding, self._expire(), verifier)
+
+    def foresee(self, key: PromptKey, embedding: Vector | None) -> Foreseen:
+        """What a look-up would do now, by the live decision; changes nothing.
+
+        Raises:
+            ValueError: `embedding` is not usable.
+        """
+        return self._lookup.foresee(key, embedding, self._expire())
 
     def feedback(self, entry_id: str, *, was_right: bool, verdict: Verdict | None = None) -> bool:
         """Takes note of whether an answer was right; False when the entry is not held any more.
@@ -307,6 +329,8 @@ class PromptCache:
 
     def close(self) -> None:
         """Lets such a store write what waits, and ends it."""
+        if self._learnt is not None:
+            self._learnt.close()
         if self._tiers.shared is not None:
             self._tiers.shared.close()
 
@@ -336,7 +360,7 @@ class PromptCache:
                     self._tiers.unindex(entry.key.exact)
         return near
 
-    def _announce(self, notice: Removal | Condemned) -> None:
+    def _announce(self, notice: Notice) -> None:
         if self._tiers.shared is not None:
             self._tiers.shared.announce(pack(notice))
 
@@ -350,13 +374,15 @@ class PromptCache:
                 self._remove(_as_of(which, asked, now), now)
                 if not self._sweep(_as_of(which, asked, now), now):
                     self._owed.append((which, asked))
-        shared = self._tiers.shared
-        while shared is not None and (limit is None or limit > 0):
+        shared, learnt = self._tiers.shared, self._learnt
+        while shared is not None and learnt is not None and (limit is None or limit > 0):
             change = shared.take_change()
             if change is None:
                 return
             limit = None if limit is None else limit - 1
             match change.kind:
+                case "put" | "gone" if change.partition in LEARNT:
+                    learnt.hear(change)
                 case "put":
                     self._known_misses.forget(change.partition)
                     self._tiers.adopt(
@@ -368,11 +394,13 @@ class PromptCache:
                     self._obey(unpack(change.data), now)
                 case "emptied":
                     self._tiers.record_anew()
+                    learnt.record_anew()
                 case "reset":
                     self._tiers.start_anew()
+                    learnt.start_anew()
                     self._num_removals += 1
 
-    def _obey(self, notice: Removal | Condemned | None, now: float) -> None:
+    def _obey(self, notice: Notice | None, now: float) -> None:
         """Does what another process did."""
         match notice:
             case Removal(which, asked):
@@ -384,6 +412,8 @@ class PromptCache:
                 # Also in the store: it may have been written here after it was condemned there.
                 self._tiers.remove(exact)
                 self._aliases.remove_targets({exact, *self._close(notice, now)})
+            case Learning() if self._learnt is not None:
+                self._learnt.obey(notice)
 
     def _put(self, entry: Entry, now: float) -> bool:
         key = entry.key
@@ -423,6 +453,8 @@ class PromptCache:
             self._take_in(MAX_TAKEN_IN, now)
         self._quarantine.expire(now)
         self._tiers.expire(now)
+        if self._learnt is not None:
+            self._learnt.keep(now)
         return now
 
 

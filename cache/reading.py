@@ -8,6 +8,7 @@ A prompt of no known language, or one whose letters matter, has a reading withou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -22,9 +23,10 @@ from cache.english_grammar import (
     with_particles,
 )
 from cache.languages import BY_LANGUAGE, OTHER_TELLTALE
+from cache.splitting import Term
 from cache.stems import IRREGULAR, stem
 from cache.terms import prepared, segmented, with_small_beginnings
-from cache.wording import Term, Wording, read
+from cache.wording import Wording, read
 
 Kind = Literal["word", "number", "identifier", "quote"]
 
@@ -52,7 +54,8 @@ class Reading:
     """A prompt as understood.
 
     `markers` are the words that turn an answer, sorted; `persons` tell who does what to whom, in
-    order; `ask` is the kind of question.
+    order; `ask` is the kind of question. `numbers` and `literals` are the concepts of the tokens of
+    these kinds, identifiers and quotations, in order.
     """
 
     wording: Wording
@@ -63,11 +66,13 @@ class Reading:
     persons: tuple[str, ...]
     ask: str
     letters: str
+    numbers: tuple[str, ...] = ()
+    literals: tuple[str, ...] = ()
 
 
-def understand(prompt: str) -> Reading:
-    """The reading of a prompt."""
-    plain = read(prompt)
+def understand(prompt: str, plain: Wording | None = None) -> Reading:
+    """The reading of a prompt; `plain` is its wording, where that is known."""
+    plain = plain or read(prompt)
     language = None if plain.is_literal else _language(prompt, plain)
     if language == "en" and not plain.is_english:
         plain = read(prompt, is_english=True)
@@ -87,19 +92,12 @@ def understand(prompt: str) -> Reading:
 
 
 def _language(prompt: str, wording: Wording) -> str | None:
-    han = sum("\u4e00" <= character <= "\u9fff" for character in prompt)
-    kana = any("\u3040" <= character <= "\u30ff" for character in prompt)
-    hangul = any("\uac00" <= character <= "\ud7a3" for character in prompt)
-    if han:
-        return None if kana or hangul else "zh"
+    if not prompt.isascii() and _HAN.search(prompt):
+        return None if _KANA_OR_HANGUL.search(prompt) else "zh"
     words = {term.text.lower() for term in wording.terms if term.kind == "word"}
     if "¿" in prompt or "¡" in prompt:
         words |= {"¿"}
-    counts = {
-        language: len(words & known.telltale)
-        for language, known in BY_LANGUAGE.items()
-        if language != "zh"
-    }
+    counts = {language: len(words & telltale) for language, telltale in _TELLTALES.items()}
     counts["es"] += "¿" in words
     other = len(words & OTHER_TELLTALE)
     best = max(counts, key=lambda language: counts[language])
@@ -109,13 +107,20 @@ def _language(prompt: str, wording: Wording) -> str | None:
     return best if counts[best] > max(rest, other) else None
 
 
+_HAN = re.compile("[\u4e00-\u9fff]")
+_KANA_OR_HANGUL = re.compile("[\u3040-\u30ff\uac00-\ud7a3]")
+_TELLTALES = {
+    language: known.telltale for language, known in BY_LANGUAGE.items() if language != "zh"
+}
+
+
 class _Reader:
     """Walks over the terms once; holds what is known so far."""
 
     def __init__(self, known: Lists, language: str, has_case: bool) -> None:
         self._known = known
         self._language = language
-        self._has_case = has_case
+        self._may_name = has_case and language not in ("de", "zh")
         self._tokens: list[Token] = []
         self._markers: list[str] = []
         self._persons: list[str] = []
@@ -123,13 +128,22 @@ class _Reader:
         self._role = ""
 
     def read(self, wording: Wording, terms: list[Term], ask: str, letters: str) -> Reading:
-        stems = [
-            stem(term.text, self._language) if term.kind == "word" else term.text for term in terms
-        ]
+        known, language = self._known, self._language
         texts = [term.text for term in terms]
+        stems = [
+            known.stems.get(term.text) or stem(term.text, language)
+            if term.kind == "word"
+            else term.text
+            for term in terms
+        ]
         place = 0
         while place < len(terms):
-            place += self._take(terms, texts, stems, place)
+            base = stems[place]
+            is_plain = terms[place].kind == "word" and base not in known.openings
+            if not is_plain or not self._take_plain(terms[place], base, place):
+                place += self._take(terms, texts, stems, place)
+            else:
+                place += 1
         if self._language == "en":
             self._markers.extend(_tense(texts, ask))
             self._add_cost(texts)
@@ -143,7 +157,25 @@ class _Reader:
             tuple(self._persons),
             ask,
             letters,
+            tuple(token.concept for token in tokens if token.kind == "number"),
+            tuple(token.concept for token in tokens if token.kind in ("identifier", "quote")),
         )
+
+    def _take_plain(self, term: Term, base: str, place: int) -> bool:
+        """Reads a word that begins no phrase, if it is of no other kind: the short way of `_take`."""
+        known, text = self._known, term.text
+        if self._is_name(term):
+            return False
+        if text in known.plain_function:
+            if self._language == "en" and text in _ASKING:
+                self._role = ""
+            return True
+        if text in known.special:
+            return False
+        concept = known.concepts.get((base,), base)
+        is_light = base in known.light
+        self._tokens.append(Token(concept, term.shown, "word", self._role, place, False, is_light))
+        return True
 
     def _take(self, terms: list[Term], texts: list[str], stems: list[str], place: int) -> int:
         """Reads what stands at `place`; returns how many terms that were."""
@@ -155,9 +187,8 @@ class _Reader:
             self._add(term.text, term, place, is_name=False)
             return 1
         text = texts[place]
-        for size in range(min(MAX_PHRASE, len(terms) - place), 0, -1):
-            if size > 1 and stems[place] not in known.openings and text not in known.openings:
-                continue
+        longest = max(known.openings.get(stems[place], 1), known.openings.get(text, 1))
+        for size in range(min(MAX_PHRASE, longest, len(terms) - place), 0, -1):
             marker = known.markers.get(tuple(texts[place : place + size]))
             if marker and not self._is_name(term):
                 self._mark(marker)
@@ -199,7 +230,7 @@ class _Reader:
         elif text in known.senses.relations and not self._is_infinitive(texts, place):
             self._role = text
         elif text in known.filler or text in known.function:
-            if self._language == "en" and text in AUXILIARIES | WH:
+            if self._language == "en" and text in _ASKING:
                 self._role = ""
         else:
             self._add(known.concepts.get((base,), base), term, place, is_name=False, base=base)
@@ -225,9 +256,7 @@ class _Reader:
         return texts[place] == "to" and before in _BEFORE_INFINITIVE
 
     def _is_name(self, term: Term) -> bool:
-        if self._language in ("de", "zh") or not self._has_case:
-            return False
-        return term.shown[:1].isupper() and term.text != "i"
+        return self._may_name and term.shown[:1].isupper() and term.text != "i"
 
     def _mark(self, marker: str) -> None:
         self._markers.append(marker)
@@ -243,6 +272,7 @@ class _Reader:
         self._tokens.append(Token(concept, term.shown, kind, self._role, place, is_name, is_light))
 
 
+_ASKING = AUXILIARIES | WH
 _MEASURES = frozenset({"cost", "weigh", "weight", "pay", "owe", "spend", "earn", "need", "charg"})
 _PAST = frozenset({"was", "were", "did", "had"})
 
@@ -278,6 +308,8 @@ def _with_pairs_in_order(tokens: list[Token], texts: list[str]) -> list[Token]:
 
     Only where both sides are one plain word, and nothing follows that could belong to one.
     """
+    if "and" not in texts and "or" not in texts:
+        return tokens
     places = {token.place for token in tokens}
     result = list(tokens)
     for place, text in enumerate(texts):

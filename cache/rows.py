@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -76,17 +77,18 @@ def nearest(pieces: Sequence[Rows], vector: Vector, top: int) -> list[tuple[str,
     pieces = [rows for rows in pieces if rows.ids]
     if not pieces:
         return []
-    products = [rows.matrix[: len(rows.ids)] @ vector for rows in pieces]
+    # `dot`, which comes to the same as `@` and costs less a call.
+    products = [rows.matrix[: len(rows.ids)].dot(vector) for rows in pieces]
     similarities = products[0] if len(products) == 1 else np.concatenate(products)
     if len(similarities) > top:
-        found = np.argpartition(similarities, -top)[-top:]
+        found = similarities.argpartition(-top)[-top:].tolist()
     else:
-        found = np.arange(len(similarities))
-    found = found[np.argsort(-similarities[found], kind="stable")]
-    ends = list(accumulate(len(product) for product in products))
+        found = list(range(len(similarities)))
+    ends = list(accumulate(map(len, products)))
     result = []
-    for place in found.tolist():
-        piece = next(number for number, end in enumerate(ends) if place < end)
+    # Stable, also where it turns the order round.
+    for place in sorted(found, key=similarities.item, reverse=True):
+        piece = bisect_right(ends, place)
         row = place - (ends[piece - 1] if piece else 0)
-        result.append((pieces[piece].ids[row], float(similarities[place])))
+        result.append((pieces[piece].ids[row], similarities.item(place)))
     return result

@@ -65,10 +65,12 @@ def is_slip(one: str, other: str, words: KnownWords) -> bool:
         return False
     if one[0] != other[0] or not (one.isalpha() and other.isalpha()):
         return False
-    return (one in words) != (other in words) and _is_one_slip(one, other)
+    return _is_one_slip(one, other) and (one in words) != (other in words)
 
 
 def _is_one_slip(one: str, other: str) -> bool:
+    if abs(len(one) - len(other)) > 1:
+        return False
     if len(one) > len(other):
         one, other = other, one
     start = next((i for i in range(len(one)) if one[i] != other[i]), len(one))

@@ -86,6 +86,8 @@ class Explained:
     Attributes:
         veto: of the guards, against its being asked in other words.
         score: the verifier's, where no veto stands against it and there is a verifier.
+        action: what the live decision would do with it if there were no other candidate, by
+            guards, verifier and the error budget as it is now; `reason` is what it says.
     """
 
     id: str
@@ -96,6 +98,31 @@ class Explained:
     age_s: float
     veto: str | None = None
     score: float | None = None
+    action: Literal["serve", "shadow", "refuse"] = "refuse"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """What a look-up would do now with what is stored.
+
+    Attributes:
+        action: give the answer (`serve`); give none, but compare it with the model's (`shadow`);
+            or give none, and learn nothing (`refuse`).
+        by: the equal question, one that is known to mean the same, or the search by meaning.
+        id: of the entry that would be given or compared.
+        reason: what the decision says.
+        score: the verifier's.
+        check_rate: how likely a given answer would be checked.
+    """
+
+    action: Literal["serve", "shadow", "refuse"]
+    by: Literal["exact", "alias", "meaning"]
+    reason: str
+    id: str | None = None
+    similarity: float | None = None
+    score: float | None = None
+    check_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

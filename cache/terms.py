@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from cache.concepts import Lists
-from cache.wording import Term
+from cache.splitting import Term
 
 _QUANTITY = re.compile(r"([£$€¥]?)([+-]?\d[\d.,:]*\d|\d)([a-zµ°%]{1,4}|%)?", re.IGNORECASE)
 _COUNTED = re.compile(r"\d+(?:-[^\W\d_]+)+")
@@ -21,7 +21,12 @@ def prepared(terms: Sequence[Term], language: str) -> list[Term]:
         if term.kind in ("number", "identifier"):
             result.extend(_quantity(term))
         elif term.kind == "word":
-            result.extend(_parts(term, language))
+            if "'" in term.text:
+                result.extend(_parts(term, language))
+            elif term.text == (lowered := term.text.lower()):
+                result.append(term)
+            else:
+                result.append(Term("word", lowered, term.shown))
         else:
             result.append(term)
     return result

@@ -13,34 +13,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from cache import lexicon
+from cache.splitting import AMOUNTS, SENTENCE_MARKS, Term, split
 
-Kind = Literal["word", "number", "identifier", "quote", "mark"]
-
-SENTENCE_MARKS = ",;:.!?…。，、；：！？"
 STRICT_MARKS = frozenset(":;：；")
-OPENING, CLOSING = "([{¿¡", ")]}"
 MAX_FRONTED_TERMS = 8
-
-
-class Term(NamedTuple):
-    """`text` is what is compared; `shown` is as written, for capitals and reasons."""
-
-    kind: Kind
-    text: str
-    shown: str
-
-
-GLUE = Term("mark", "⁀", "")
-"""Stands where a quotation and what follows are written without a space."""
-
-_OPENER = re.compile(r"`+|[\"“«„「'‘]")
-_CLOSER_OF = {"“": "”", "«": "»", "„": "“", "「": "」", "‘": "’"}
-_WORD = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*'?")
-_NUMBER = re.compile(r"[+-]?[0-9]+(?:[.,:/][0-9]+)*")
-_AMOUNTS = lexicon.UNITS_OF_NUMBERS.keys() | lexicon.TENS_OF_NUMBERS.keys()
+# What most prompts hold nothing of; asked for first, since reading is part of every look-up.
+_STRICT = STRICT_MARKS | lexicon.SPELLING_CUES
+_LAST_OF_TRAILERS = frozenset(phrase[-1] for phrase in lexicon.TRAILERS)
+_EXPANDABLE = lexicon.SAME_SPELLINGS.keys() | lexicon.CONTRACTIONS.keys()
 _THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
 
 
@@ -61,7 +43,7 @@ class Wording:
 def read(prompt: str, *, is_english: bool | None = None) -> Wording:
     """The wording of a prompt; `is_english` None looks for English words in it."""
     prompt = prompt.strip()
-    terms = _split(prompt)
+    terms = split(prompt)
     if len(prompt.splitlines()) > 1:
         return _literal(terms)
     words = [term.shown for term in terms if term.kind == "word"]
@@ -74,11 +56,14 @@ def read(prompt: str, *, is_english: bool | None = None) -> Wording:
         return Wording(tuple(terms), is_question, is_english=False, is_literal=False, has_case=True)
     terms = [_folded(term) for term in terms]
     terms = _without_lead_in(terms)
-    if any(term.text in STRICT_MARKS or term.text in lexicon.SPELLING_CUES for term in terms):
+    texts = [term.text for term in terms]
+    if not _STRICT.isdisjoint(texts):
         return _literal(terms)
     terms, is_question = _without_politeness(terms)
-    terms = _without_hesitations(terms, has_case)
-    terms = [word for term in terms for word in _expanded(term)]
+    if not lexicon.HESITATIONS.isdisjoint(texts):
+        terms = _without_hesitations(terms, has_case)
+    if "'" in "".join(texts) or not _EXPANDABLE.isdisjoint(texts):
+        terms = [word for term in terms for word in _expanded(term)]
     terms, is_request = _plain_opening(_in_natural_order(_with_numbers(terms)))
     opens_as_question = bool(terms) and terms[0].text in lexicon.QUESTION_WORDS
     is_question = opens_as_question or (is_question and not is_request)
@@ -97,103 +82,6 @@ def _literal(terms: list[Term]) -> Wording:
     )
 
 
-def _split(prompt: str) -> list[Term]:
-    terms: list[Term] = []
-    end = 0
-    for start, stop in _quoted_spans(prompt):
-        for chunk in prompt[end:start].split():
-            terms.extend(_split_chunk(chunk))
-        quoted = prompt[start:stop]
-        text = quoted if quoted[0] == "`" else f'"{quoted[1:-1]}"'
-        terms.append(Term("quote", text, quoted))
-        end = stop
-        if end < len(prompt) and not prompt[end].isspace() and prompt[end] not in SENTENCE_MARKS:
-            terms.append(GLUE)
-    for chunk in prompt[end:].split():
-        terms.extend(_split_chunk(chunk))
-    return terms
-
-
-def _quoted_spans(prompt: str) -> Iterator[tuple[int, int]]:
-    """Code spans and quotations as (start, stop), from left to right, in linear time."""
-    unclosed: set[str] = set()
-    place = 0
-    while opener := _OPENER.search(prompt, place):
-        mark = opener.group()
-        closer = _CLOSER_OF.get(mark, mark)
-        stop = -1
-        # A closer that was not found once is not found further on either.
-        if closer not in unclosed and (mark != "'" or _opens_quote(prompt, opener.start())):
-            stop = prompt.find(closer, opener.end())
-            if stop < 0:
-                unclosed.add(closer)
-        if stop < 0 or (mark == "'" and not _closes_quote(prompt, stop)):
-            place = opener.end()
-            continue
-        place = stop + len(closer)
-        yield opener.start(), place
-
-
-def _opens_quote(prompt: str, place: int) -> bool:
-    return place == 0 or prompt[place - 1].isspace()
-
-
-def _closes_quote(prompt: str, place: int) -> bool:
-    after = prompt[place + 1 : place + 2]
-    return not after or after.isspace() or after in SENTENCE_MARKS
-
-
-def _split_chunk(chunk: str) -> Iterator[Term]:
-    """Splits what stood between spaces into opening brackets, a core and closing marks."""
-    if chunk.isalpha():
-        yield _core(chunk)
-        return
-    if all(character in SENTENCE_MARKS for character in chunk):
-        # A mark on its own may be what the prompt is about ("??"), unless it only asks.
-        kind: Kind = "mark" if chunk in ("?", "?!") else "identifier"
-        yield Term(kind, chunk, chunk)
-        return
-    start, end = 0, len(chunk)
-    while start < end and chunk[start] in OPENING:
-        yield Term("mark", chunk[start], chunk[start])
-        start += 1
-    after: list[Term] = []
-    while end > start and _is_closing(chunk, start, end):
-        end -= 1
-        after.append(Term("mark", chunk[end], chunk[end]))
-    if start < end:
-        yield _core(chunk[start:end])
-    yield from reversed(after)
-
-
-def _is_closing(chunk: str, start: int, end: int) -> bool:
-    mark = chunk[end - 1]
-    if mark in CLOSING:
-        return OPENING[CLOSING.index(mark)] not in chunk[start:end]
-    is_factorial = mark == "!" and _is_amount(chunk[start:end].rstrip("!"))
-    return mark in SENTENCE_MARKS and not is_factorial
-
-
-def _is_amount(text: str) -> bool:
-    """Whether a "!" after it makes a factorial: "5!", "n!", "(n+1)!", "five!"."""
-    return len(text) == 1 or text[-1:].isdigit() or text[-1:] in CLOSING or text in _AMOUNTS
-
-
-def _core(chunk: str) -> Term:
-    text = chunk.replace("’", "'")
-    if _WORD.fullmatch(text) and not _is_camel(text):
-        return Term("word", text, text)
-    if _NUMBER.fullmatch(text):
-        return Term("number", text, chunk)
-    return Term("identifier", chunk, chunk)
-
-
-def _is_camel(word: str) -> bool:
-    if word.islower() or word.isupper() or word.istitle():
-        return False
-    return "-" not in word and "'" not in word and not word[1:].islower()
-
-
 def _has_case(words: list[str]) -> bool:
     telling = [word for word in words if word != "I"]
     if all(word == word.lower() for word in telling):
@@ -207,7 +95,7 @@ def _is_english(words: list[str]) -> bool:
     lowered = {word.lower() for word in words}
     if not lexicon.FOREIGN_MARKERS.isdisjoint(lowered):
         return False
-    stems = {word.split("'")[0] for word in lowered}
+    stems = {word.split("'")[0] if "'" in word else word for word in lowered}
     # "i" alone is Italian too.
     return (
         not lexicon.ENGLISH_MARKERS.isdisjoint(stems)
@@ -217,7 +105,9 @@ def _is_english(words: list[str]) -> bool:
 
 
 def _folded(term: Term) -> Term:
-    return Term("word", term.text.lower(), term.shown) if term.kind == "word" else term
+    if term.kind != "word" or term.text == (lowered := term.text.lower()):
+        return term
+    return Term("word", lowered, term.shown)
 
 
 def _matches(terms: list[Term], start: int, phrase: tuple[str, ...]) -> bool:
@@ -256,6 +146,8 @@ def _without_politeness(terms: list[Term]) -> tuple[list[Term], bool]:
     """Drops thanks and end marks; also tells whether a question mark was among those."""
     terms, is_question = _without_end_marks(terms, is_question=False)
     while True:
+        if not terms or terms[-1].text not in _LAST_OF_TRAILERS:
+            return terms, is_question
         for size in (4, 3, 2, 1):
             head = terms[:-size]
             phrase = tuple(term.text for term in terms[-size:])
@@ -326,8 +218,10 @@ def _with_numbers(terms: list[Term]) -> list[Term]:
     """Number words up to ninety-nine as digits, larger ones stay words; 1,000 as 1000."""
     result: list[Term] = []
     for term in terms:
-        if term.kind == "word" and (value := _number_of(term.text)) is not None:
-            term = Term("number", str(value), term.shown)
+        if term.kind == "word":
+            if term.text in AMOUNTS or "-" in term.text:
+                value = _number_of(term.text)
+                term = term if value is None else Term("number", str(value), term.shown)
         elif term.kind == "number" and _THOUSANDS.fullmatch(term.text):
             term = term._replace(text=term.text.replace(",", ""))
         result.append(term)
@@ -348,8 +242,10 @@ def _number_of(word: str) -> int | None:
 
 def _in_natural_order(terms: list[Term]) -> list[Term]:
     """ "On the menu, what is there?" as "What is there on the menu?", when nothing is ambiguous."""
+    if not terms or terms[0].text not in lexicon.FRONTABLE:
+        return terms
     texts = [term.text for term in terms]
-    if texts.count(",") != 1 or texts[0] not in lexicon.FRONTABLE:
+    if texts.count(",") != 1:
         return terms
     comma = texts.index(",")
     front, rest = terms[:comma], terms[comma + 1 :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,15 +21,24 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.2
 """What was written is in the store after this time and that of one commit."""
+HEAR_S = 0.05
+"""What others did is heard of after this time, unless a commit is under way."""
 MAX_PENDING_BYTES = 64 * 2**20
 MAX_HEARD = 10_000
 """Changes of others that wait to be taken in. More are dropped, and all is read anew."""
 MAX_BATCH = 500
+MAX_BATCH_WITH_NOTICE = 50
+"""Others wait for a notice: what is written with it must not take long."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
 """Between two attempts to reach a store that fails."""
 
 Key = tuple[str, str]
 """Partition and record id."""
+ALIASES, BUDGET = "aliases", "budget"
+LEARNT = frozenset({ALIASES, BUDGET})
+"""Partitions of what was learnt beside the answers: only a scan of their own shows them."""
+UNTOLD = frozenset({BUDGET})
+"""Partitions whose records others are not told of."""
 ChangeKind = Literal["put", "gone", "notice", "emptied", "reset"]
 
 
@@ -75,7 +85,7 @@ class Backend(Protocol):
         """By any thread. Returns soon, or raises."""
 
     def scan(self, partition: str | None) -> Iterator[tuple[str, str, bytes]]:
-        """By any thread."""
+        """By any thread. Those of all partitions are without what was learnt (`LEARNT`)."""
 
     def close(self) -> None: ...
 
@@ -107,6 +117,7 @@ class WriteBehindStore:
         self._telling: list[bytes] = []
         self._pending_bytes = 0
         self._heard: deque[Change] = deque()
+        self._heard_notices: deque[Change] = deque()
         self._is_hurried = self._is_closing = False
         self._is_open = False
         self.errors_total = 0
@@ -167,7 +178,8 @@ class WriteBehindStore:
             self._note_failure(exc)
             raise
         for (place, record_id), write in waiting.items():
-            if write.data is not None and partition in (None, place):
+            is_meant = place == partition or (partition is None and place not in LEARNT)
+            if write.data is not None and is_meant:
                 yield place, record_id, write.data
 
     def announce(self, notice: bytes) -> None:
@@ -180,12 +192,17 @@ class WriteBehindStore:
     @property
     def has_heard(self) -> bool:
         """Whether another process did something."""
-        return bool(self._heard)
+        return bool(self._heard or self._heard_notices)
 
     def take_change(self) -> Change | None:
-        """The next thing that another process did, in its order."""
+        """The next thing that another process did: notices first, else in its order.
+
+        A removal must not wait behind a thousand new records. Whoever obeys it remembers it
+        for those that were written before it and come after it.
+        """
         with self._lock:
-            return self._heard.popleft() if self._heard else None
+            waiting = self._heard_notices or self._heard
+            return waiting.popleft() if waiting else None
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Waits until all that was written is in the store; whether it is."""
@@ -218,22 +235,27 @@ class WriteBehindStore:
         self._pending[key] = write
 
     def _run(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s, written_s = FIRST_PAUSE_S, time.monotonic()
         while True:
             with self._changed:
                 # While the store fails, nobody can hurry it.
                 self._changed.wait_for(
                     lambda: self._is_closing or (self._is_hurried and self._is_open),
-                    self._flush_s if self._is_open else pause_s,
+                    min(HEAR_S, self._flush_s) if self._is_open else pause_s,
                 )
-                is_last, self._is_hurried = self._is_closing, False
-            pause_s = FIRST_PAUSE_S if self._work() else min(2 * pause_s, LONGEST_PAUSE_S)
+                is_last = self._is_closing
+                is_due = is_last or self._is_hurried or not self._is_open
+                self._is_hurried = False
+            if is_due or time.monotonic() - written_s >= self._flush_s:
+                is_due, written_s = True, time.monotonic()
+            is_well = self._work(is_due)
+            pause_s = FIRST_PAUSE_S if is_well else min(2 * pause_s, LONGEST_PAUSE_S)
             if is_last:
                 self._backend.close()
                 return
 
-    def _work(self) -> bool:
-        """Writes what waits and hears what is new; False when the store fails."""
+    def _work(self, writes_too: bool) -> bool:
+        """Hears what is new and writes what waits; False when the store fails."""
         try:
             if not self._is_open:
                 if not self._backend.open():
@@ -241,13 +263,14 @@ class WriteBehindStore:
                 logger.info("the store of the cache is in reach again")
                 self._is_open = True
             while True:
-                notices, writes = self._take_batch()
-                if notices or writes:
-                    self._backend.commit(notices, writes)
-                    self._done()
-                if len(writes) < MAX_BATCH:
+                self._hear(self._backend.hear())
+                notices, writes = self._take_batch() if writes_too else ([], {})
+                if not notices and not writes:
                     break
-            self._hear(self._backend.hear())
+                self._backend.commit(notices, writes)
+                self._done()
+                if not notices and len(writes) < MAX_BATCH:
+                    break
         except ColdStoreError as exc:
             self._note_failure(exc)
             self._put_back()
@@ -269,10 +292,11 @@ class WriteBehindStore:
     def _take_batch(self) -> tuple[list[bytes], dict[Key, Write]]:
         with self._lock:
             self._telling, self._notices = self._notices, []
-            if len(self._pending) <= MAX_BATCH:
+            most = MAX_BATCH_WITH_NOTICE if self._telling else MAX_BATCH
+            if len(self._pending) <= most:
                 self._writing, self._pending = self._pending, {}
             else:
-                keys = list(self._pending)[:MAX_BATCH]
+                keys = list(self._pending)[:most]
                 self._writing = {key: self._pending.pop(key) for key in keys}
             return self._telling, self._writing
 
@@ -296,11 +320,14 @@ class WriteBehindStore:
         with self._lock:
             for change in changes:
                 is_whole = change.kind in ("emptied", "reset")
-                if is_whole or len(self._heard) >= MAX_HEARD:
+                if is_whole or len(self._heard) + len(self._heard_notices) >= MAX_HEARD:
                     # After it, what was heard before does not matter.
                     self._heard.clear()
+                    self._heard_notices.clear()
                     self._heard.append(change if is_whole else Change("reset"))
-                if not is_whole:
+                if change.kind == "notice":
+                    self._heard_notices.append(change)
+                elif not is_whole:
                     self._heard.append(change)
 
 

@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 
 from cache.budget import ErrorBudget
+from cache.index import Vector
+from cache.key import PromptKey
 from cache.prompt_cache import PromptCache
 from cache.stats import EntryFilter, EntryInfo
 from cache.verifier import Verifier
-from deployments.cache_service import CacheService
+from deployments.cache_service import BLIND, CacheService
 from deployments.wire import EntryQuery, ManageCall, decode_stored
 from protocol.errors import InvalidRequest
 
@@ -107,10 +109,20 @@ class CacheAdmin:
             "partition": key.partition,
             "may_match_by_meaning": key.allow_semantic and problem is None,
             "problem": problem,
+            "decision": self._foresee(key, vector),
             "least_score": None if self._budget is None else self._budget.least_score(key.tenant),
+            "credit": None if self._budget is None else self._budget.credit(key.tenant),
             "candidates": candidates,
             "other_partitions": elsewhere[: call.limit],
         }
+
+    def _foresee(self, key: PromptKey, vector: Vector | None) -> dict[str, Any]:
+        """What a look-up would do now."""
+        foreseen = self._cache.foresee(key, vector)
+        is_unseen = foreseen.action == "serve" and foreseen.score is not None
+        if is_unseen and self._service.audit.is_blind:
+            foreseen = dataclasses.replace(foreseen, action="shadow", reason=BLIND)
+        return dataclasses.asdict(foreseen)
 
     def budget_stats(self, limit: int | None = None) -> dict[str, Any]:
         """What the error budget lets be given, by category; those checked last, up to `limit`."""

@@ -19,6 +19,7 @@ from cache.entries import entry_id
 from cache.key import PromptKey
 from cache.prompt_cache import Hit, Miss, PromptCache
 from cache.stats import EntryFilter
+from cache.underway import TO_COME, Underway, as_candidate
 from deployments.answer_agreement import Agreement, agreement
 from deployments.cache_audit import Audit
 from deployments.cache_key import cache_key
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CLIENT_TEXTS = 4
 """At the embedder at a time, of those that clients want embedded: a look-up waits behind them."""
+MAX_UNDERWAY = 4
+"""Questions that are being answered, of which a look-up decides beside the stored ones."""
+BLIND = "answers given lately could not be checked"
 HOPELESS_S = 60.0
 """An embedder that has been stuck for so long does not come back by itself."""
 
@@ -75,11 +79,14 @@ class CacheService:
         self._count_tokens = count_tokens
         self._client_turns = asyncio.Semaphore(MAX_CLIENT_TEXTS)
         self._embedding: set[asyncio.Task[None]] = set()
+        self._underway = Underway(clock)
         self.audit = Audit()
         self._process = secrets.token_hex(6)
 
     async def lookup(self, call: LookupCall) -> LookupReply:
         """The decision for one request: exact first, then by meaning."""
+        if call.over:
+            self._underway.give_up(call.over, lambda by: by.startswith(f"{call.ingress}/"))
         key = self._key(call)
         hit = self._cache.lookup_exact(key)
         if hit is not None:
@@ -100,7 +107,32 @@ class CacheService:
             return self._failed("embedding failed")
         if vector is None:
             return _missed(key, "prompt too long to embed")
-        return self._reply(key, self._cache.lookup_semantic(key, vector))
+        return self._decide(call, key, vector)
+
+    def _decide(self, call: LookupCall, key: PromptKey, vector: Vector) -> LookupReply:
+        """By meaning: among what is stored and what is being answered for the same ingress."""
+        # What is urgent does not wait for what is not.
+        by = f"{call.ingress}/{call.request.priority}"
+        near = self._underway.near(key, vector, by, MAX_UNDERWAY) if call.flight else []
+        found = self._cache.lookup_semantic(key, vector, [as_candidate(q, vector) for q in near])
+        if isinstance(found, Miss) and found.underway is not None and not self.audit.is_blind:
+            (flight,) = [q.name for q in near if q.key is found.underway]
+            return self._share(found, flight)
+        if isinstance(found, Miss) and call.flight:
+            self._underway.begin(key, vector, call.flight, by)
+        return self._reply(key, found)
+
+    def _share(self, found: Miss, flight: str) -> LookupReply:
+        """The reply to a request that may be given an answer that is still to come."""
+        assert found.verdict is not None
+        similarity = found.similarity or 0.0
+        hit = Hit(TO_COME, "semantic", "L2", similarity, 0.0, found.id, verdict=found.verdict)
+        self.audit.give(found.id, found.verdict)
+        return LookupReply(
+            outcome=CacheOutcome(outcome="coalesced", similarity=similarity, id=found.id),
+            check=self.audit.begin(hit),
+            flight=flight,
+        )
 
     async def embed(self, call: EmbedCall) -> EmbedReply:
         """A client's texts; look-ups of the cache have precedence."""
@@ -197,6 +229,7 @@ class CacheService:
             logger.warning("an answer that cannot be read is not stored: %s", error)
             return
         key = self._key(call)
+        self._underway.end(key)
         answer = StoredAnswer(
             payload=call.stored,
             completion_tokens=call.completion_tokens,
@@ -256,7 +289,7 @@ class CacheService:
                 shadow = dataclasses.replace(verdict, action="shadow", is_checked=True)
                 decision = Miss(
                     decision.similarity,
-                    "answers given lately could not be checked",
+                    BLIND,
                     shadow,
                     decision.answer,
                     decision.id,

@@ -159,6 +159,7 @@ class LookupReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     `promote` says that the ingress may hold it for this very request, if `epoch` still is the
     replica's. With `check` the model's answer is due: on a miss the one that it gives anyway.
+    `flight` names a request of the ingress whose answer, when it has come, does for this one too.
     """
 
     outcome: CacheOutcome
@@ -166,6 +167,7 @@ class LookupReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     promote: bool = False
     check: Check | None = None
     epoch: str = ""
+    flight: str | None = None
 
 
 class CheckCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,11 +225,20 @@ class StoreCall(msgspec.Struct, frozen=True, kw_only=True):
     is_truncated: bool = False
 
 
-class LookupCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to find an answer for."""
+class LookupCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request to find an answer for.
+
+    Args:
+        flight: names it among those that `ingress` has computed, where others may share its
+            answer, and it another's; empty where not.
+        over: names of such of the ingress whose answers did not come to their end.
+    """
 
     request: InferenceRequest
     model_revision: str
+    flight: str = ""
+    ingress: str = ""
+    over: tuple[str, ...] = ()
 
 
 class TokenizeCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

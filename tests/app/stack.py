@@ -416,6 +416,7 @@ def graph_over(
     max_failovers: int = 2,
     max_pending: int = 4096,
     front: FrontCache | None = None,
+    shares_by_meaning: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Graph:
     """A graph with a test's patience."""
@@ -437,6 +438,7 @@ def graph_over(
         ),
         tokens=ResumeTokens(b"k" * 32),
         front=front,
+        shares_by_meaning=shares_by_meaning,
         clock=clock,
     )
 

@@ -222,6 +222,10 @@ async def test_a_decision_is_explained_with_every_candidate() -> None:
         assert by_text[QUESTION]["refusal"] is None
         assert "differ" in by_text["What is the capital of Spain?"]["refusal"]
         assert by_text["What is the capital of Spain?"]["veto"] is not None
+        assert by_text[QUESTION]["action"] == told["decision"]["action"] == "serve"
+        assert by_text["What is the capital of Spain?"]["action"] == "refuse"
+        assert told["decision"]["id"] == by_text[QUESTION]["id"]
+        assert told["credit"] is None
         assert told["other_partitions"] == []
         chat_body = {
             "messages": [
@@ -243,6 +247,7 @@ async def test_a_decision_is_explained_with_every_candidate() -> None:
         ({"prompt": "a", "chat": {}}, None),
         ({"prompt": 5}, "prompt"),
         ({"promt": "a"}, "promt"),
+        ({"prompt": "a", "tenant": ""}, "tenant"),
         ({"chat": {"messages": [{"role": "king", "content": "a"}]}}, "messages[0].role"),
     ],
 )
@@ -252,6 +257,13 @@ async def test_a_question_that_is_none_is_refused_by_its_field(
     async with a_site() as (site, _):
         reply = await site.http.post("/v1/cache/explain", json=body)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+async def test_a_method_that_is_not_allowed_is_told_all_that_are() -> None:
+    async with a_site() as (site, _):
+        reply = await site.http.put("/v1/cache/entries")
+        assert reply.status_code == 405
+        assert reply.headers["allow"] == "DELETE, GET"
 
 
 async def test_a_tenant_judges_its_own_answers_and_no_others() -> None:

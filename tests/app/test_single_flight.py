@@ -605,3 +605,76 @@ async def _settled(joins: list[asyncio.Task[Stream]]) -> None:
         isinstance(result, Stream | asyncio.CancelledError | ServingError) for result in results
     )
     await turn()
+
+
+# ------------------------------------------------------------------ who means the same
+
+
+async def begin_join(house: House, request: InferenceRequest) -> asyncio.Task[Stream | None]:
+    key = flight_key(ask())
+    assert key is not None
+    joining = asyncio.create_task(house.flights.join(key, request))
+    await turn()
+    return joining
+
+
+async def test_who_means_the_same_rides_from_the_first_words_on() -> None:
+    house = House()
+    leader = await house.open()
+    joining = await begin_join(house, ask("hello"))
+    assert not joining.done()
+    house.model.only.say()
+    stream = await joining
+    assert stream is not None
+    house.model.only.say(2)
+    assert stream.log.text == "<0><1><2>"
+    # The leader's leaving changes nothing for who is left.
+    leader.cancel()
+    assert house.model.only.cancels == 0
+    house.model.only.log.finish(ended())
+    assert stream.log.terminal is not None
+    assert stream.log.terminal.finish_reason == "stop"
+
+
+async def test_nobody_rides_on_what_is_not_there() -> None:
+    house = House()
+    assert await house.flights.join("none", ask()) is None
+
+
+@pytest.mark.parametrize("reason", ["error", "cancelled", "length", "tool_calls"])
+@pytest.mark.parametrize("words", [0, 2])
+async def test_an_answer_that_ends_badly_before_the_ride_is_nobodys(
+    reason: str, words: int
+) -> None:
+    house = House()
+    await house.open()
+    joining = await begin_join(house, ask("hello"))
+    house.model.only.say(words)
+    house.model.only.log.finish(
+        ended(reason, InternalError("x").info if reason == "error" else None)
+    )
+    assert await joining is None
+    assert len(house.flights) == 0
+
+
+async def test_a_refused_opening_is_not_the_riders() -> None:
+    house = House()
+    house.model.gate.clear()
+    opening = asyncio.create_task(house.open())
+    await turn()
+    joining = await begin_join(house, ask("hello"))
+    house.model.refusal = Overloaded("full", retry_after_s=1)
+    house.model.gate.set()
+    with pytest.raises(Overloaded):
+        await opening
+    assert await joining is None
+
+
+async def test_who_leaves_while_waiting_for_words_leaves_the_flight() -> None:
+    house = House()
+    leader = await house.open()
+    joining = await begin_join(house, ask("hello"))
+    joining.cancel()
+    await turn()
+    leader.cancel()
+    assert house.model.only.cancels == 1

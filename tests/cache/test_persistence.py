@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache.budget import ErrorBudget
 from cache.cold import ColdStoreError
 from cache.cold_sqlite import SqliteBackend, sqlite_store
 from cache.key import make_key
@@ -24,7 +25,8 @@ from cache.stats import EntryFilter
 from cache.wall_clock import WallClock
 from cache.write_behind import WriteBehindStore
 from tests.cache import killed_writer
-from tests.cache.killed_writer import answer_of, key_of
+from tests.cache.killed_writer import answer_of, key_of, tenant_of, wording_of
+from tests.cache.test_decision import TRUSTED
 
 ROOT = Path(__file__).parents[2]
 MARGIN_S = 1.0
@@ -96,7 +98,7 @@ def kill_while_writing(path: Path, first: int, wait_s: float) -> tuple[dict[int,
 
 def check_kills(path: Path, times: int) -> None:
     chance, first, stored = random.Random(5), 1, set[int]()
-    num_sure = 0
+    num_sure = num_learnt = 0
     for _ in range(times):
         said, killed_s = kill_while_writing(path, first, chance.uniform(1.2, 2.0))
         with closing(sqlite3.connect(path)) as connection:
@@ -106,14 +108,23 @@ def check_kills(path: Path, times: int) -> None:
         in_doubt = {-number for number in said if number < 0} - removed
         stored |= {number for number in sure if number > 0}
         stored -= removed | in_doubt
-        with closing(killed_writer.open_cache(path)) as cache:
+        budget = ErrorBudget(prior=TRUSTED)
+        with closing(killed_writer.open_cache(path, budget)) as cache:
             wrong = [n for n in stored if held(cache, n) != answer_of(n).payload]
             assert wrong == []
             assert [n for n in removed if held(cache, n) is not None] == []
+            learnt = [n for n in sure if n > 0 and n % 10 == 0]
+            assert [n for n in learnt if budget.credit(tenant_of(n)) > 0] == []
+            for n in learnt:
+                # Once a request has earned something, the paraphrase is known.
+                budget.count_request(tenant_of(n))
+                assert cache.lookup_exact(wording_of(n, "enable")) is not None
+            num_learnt += len(learnt)
             assert cache.stats().errors == 0
         num_sure += len(sure)
         first = max(said) + 10
     assert num_sure > 20 * times
+    assert num_learnt > times
 
 
 def test_what_was_acknowledged_a_second_ago_outlives_a_kill(tmp_path: Path) -> None:
@@ -378,3 +389,18 @@ def test_a_folder_that_cannot_be_written_to_is_no_obstacle(
     (tmp_path / "file").unlink()
     assert cache.flush(PATIENCE_S)
     assert (tmp_path / "file" / "c.sqlite3").exists()
+
+
+def test_a_file_from_before_anything_learnt_was_kept_goes_on(
+    open_cache: Callable[..., PromptCache], tmp_path: Path
+) -> None:
+    cache = open_cache()
+    put(cache, 1)
+    cache.close()
+    with closing(sqlite3.connect(tmp_path / "c.sqlite3")) as connection:
+        connection.execute("DROP TABLE learnt")
+    again = open_cache()
+    assert held(again, 1) == answer_of(1).payload
+    again._aliases.add("a", "b", np.ones(4, dtype=np.float32))
+    again.close()
+    assert open_cache().stats().aliases == 1

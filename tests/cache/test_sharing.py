@@ -400,3 +400,50 @@ def test_who_falls_far_behind_reads_everything_anew() -> None:
     assert store.take_change() == said[-1]
     assert store.take_change() is None
     store.close()
+
+
+def test_a_removal_does_not_wait_behind_records_that_came_before_it() -> None:
+    puts = [Change("put", "p", str(number)) for number in range(1000)]
+    notice = Change("notice", data=b"{}")
+    store = WriteBehindStore(ChattyBackend([*puts, notice]))
+    eventually(lambda: store.has_heard)
+    assert store.take_change() == notice
+    assert [store.take_change() for _ in puts] == puts
+    store.close()
+
+
+def test_a_removal_counts_at_once_however_much_else_is_heard(
+    open_cache: Opens, clock: Clock
+) -> None:
+    one, other = open_cache(), open_cache()
+    put(one, 0)
+    eventually(lambda: exact(other, 0))
+    before = other.epoch
+    for number in range(500):
+        one.store(key_of(2, tenant=f"t{number}"), answer_of("x"), None)
+    clock.now += 1
+    one.delete(EntryFilter(prompt=TEXTS[0]))
+    assert one.flush()
+    store = other._tiers.shared
+    assert store is not None
+    eventually(lambda: len(store._heard_notices))
+    assert len(store._heard) > 32
+    assert other.epoch > before
+    assert exact(other, 0) is None
+
+
+def test_a_record_from_before_a_removal_that_comes_after_it_is_not_taken_in(
+    open_cache: Opens, clock: Clock
+) -> None:
+    one, other = open_cache(), open_cache()
+    clock.now += 1
+    put(one, 0)
+    clock.now += 1
+    one.flush()
+    # Both are heard in one go, and the removal is obeyed first.
+    one.delete(EntryFilter(tenant="a"))
+    clock.now += 1
+    put(one, 0, tenant="b")
+    one.flush()
+    eventually(lambda: exact(other, 0, tenant="b"))
+    assert exact(other, 0) is None

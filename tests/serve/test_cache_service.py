@@ -97,9 +97,20 @@ class Asker:
         )
 
     async def lookup(
-        self, text: str = QUESTION, *, revision: str = "rev-1", **fields: object
+        self,
+        text: str = QUESTION,
+        *,
+        revision: str = "rev-1",
+        flight: str = "",
+        ingress: str = "one",
+        **fields: object,
     ) -> LookupReply:
-        call = LookupCall(request=request(text, **fields), model_revision=revision)  # type: ignore[arg-type]
+        call = LookupCall(
+            request=request(text, **fields),  # type: ignore[arg-type]
+            model_revision=revision,
+            flight=flight,
+            ingress=ingress,
+        )
         return await self.service.lookup(call)
 
     async def store(
@@ -375,6 +386,42 @@ async def test_an_embedder_that_never_comes_back_is_reported() -> None:
     asker.clock.now += 1
     with pytest.raises(RuntimeError, match="61 s"):
         asker.service.check_health()
+
+
+# Questions that are being answered
+
+
+async def test_a_question_may_share_what_is_being_answered_for_the_same_ingress() -> None:
+    asker = Asker(FakeEmbedder({REWORDED: direction(0.99, 0.1)}))
+    first = await asker.lookup(flight="f-1")
+    assert (first.flight, first.outcome.outcome) == (None, "miss")
+    shared = await asker.lookup(REWORDED, flight="f-2")
+    assert (shared.flight, shared.stored) == ("f-1", None)
+    assert shared.outcome.outcome == "coalesced"
+    assert shared.outcome.similarity == pytest.approx(0.9949, abs=1e-3)
+    assert shared.outcome.id == first.outcome.id
+    for other in (
+        await asker.lookup(REWORDED, flight="f-3", ingress="another"),
+        await asker.lookup(REWORDED),
+        await asker.lookup(REWORDED, flight="f-4", max_tokens=7),
+    ):
+        assert (other.flight, other.outcome.outcome) == (None, "miss")
+        asker.clock.now += 40
+
+
+async def test_who_shares_is_no_leader_itself() -> None:
+    asker = Asker(FakeEmbedder())
+    await asker.lookup(flight="f-1")
+    await asker.lookup(REWORDED, flight="f-2")
+    assert (await asker.lookup(f"{QUESTION[:-1]}!", flight="f-3")).flight == "f-1"
+
+
+async def test_what_is_answered_is_found_and_not_waited_for() -> None:
+    asker = Asker(FakeEmbedder())
+    await asker.lookup(flight="f-1")
+    await asker.store()
+    reply = await asker.lookup(REWORDED, flight="f-2")
+    assert (reply.flight, reply.outcome.outcome) == (None, "semantic")
 
 
 def embeddings(embedder: FakeEmbedder, clock: FakeClock, **limits: Any) -> Embeddings:
