@@ -317,7 +317,71 @@ def _collect(n, weights, step, num_words, values, values_at, head_size, running,
         column += 16
 
 
-def _attend(queries, keys, values, tables, pieces, scale, out):
+@numba.njit(nogil=True, cache=True)
+def _shares(pieces, group, num_kv_heads):
+    """(shares, 3): piece, KV head and first query of what is computed by itself."""
+    num_pieces = pieces.shape[0]
+    total = 0
+    for piece in range(num_pieces):
+        total += (pieces[piece, 2] * group + SHARE - 1) // SHARE * num_kv_heads
+    shares = np.empty((total, 3), np.int64)
+    at_share = 0
+    for piece in range(num_pieces):
+        for start in range(0, pieces[piece, 2] * group, SHARE):
+            for head in range(num_kv_heads):
+                shares[at_share] = piece, head, start
+                at_share += 1
+    return shares
+
+
+@numba.njit(nogil=True, cache=True)
+def _attend_share(share, queries, keys, values, tables, pieces, scale, out):
+    num_heads, head_size = queries.shape[1], queries.shape[2]
+    num_kv_heads, num_words = keys.shape[1], keys.shape[2]
+    group = num_heads // num_kv_heads
+    group_size = head_size // num_words
+    stride = num_words * BLOCK_TOKENS
+    piece, head, start = share
+    row, first = pieces[piece, 0], pieces[piece, 1]
+    num_rows, position = pieces[piece, 2] * group, pieces[piece, 3]
+    q_words = np.empty(MAX_QUERIES * num_words, keys.dtype)
+    weight_words = np.empty(MAX_QUERIES * BLOCK_TOKENS // group_size, keys.dtype)
+    q, weights = _numbers(q_words), _numbers(weight_words)
+    scores = np.empty(MAX_QUERIES * BLOCK_TOKENS, np.float32)
+    running = np.empty(MAX_QUERIES * 3, np.float32)
+    sums = np.empty(MAX_QUERIES * head_size, np.float32)
+    limits = np.empty(MAX_QUERIES, np.int64)
+    for begin in range(start, min(start + SHARE, num_rows), MAX_QUERIES):
+        n = min(MAX_QUERIES, num_rows - begin)
+        for i in range(n):
+            t, h = (begin + i) // group, head * group + (begin + i) % group
+            limits[i] = position + t + 1
+            running[3 * i] = -np.inf
+            running[3 * i + 1] = 0.0
+            for d in range(head_size):
+                q[i * head_size + d] = as_kept(q, queries[first + t, h, d])
+                sums[i * head_size + d] = 0.0
+        for b in range((limits[n - 1] + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
+            at = (tables[row, b] * num_kv_heads + head) * stride
+            _score(n, q_words, num_words, keys, at, scores)
+            most = 0
+            for i in range(n):
+                num_valid = min(max(limits[i] - b * BLOCK_TOKENS, 0), BLOCK_TOKENS)
+                most = max(most, num_valid)
+                _soften(scores, i * BLOCK_TOKENS, num_valid, scale, running, i, weights)
+            step = BLOCK_TOKENS // group_size
+            num_read = (most + group_size - 1) // group_size
+            _collect(n, weight_words, step, num_read, values, at, head_size, running, sums)
+        for i in range(n):
+            t, h = (begin + i) // group, head * group + (begin + i) % group
+            factor = np.float32(1.0) / running[3 * i + 1]
+            for d in range(head_size):
+                number = sums[i * head_size + d] * factor
+                out[first + t, h * head_size + d] = as_kept(out, number)
+
+
+@numba.njit(nogil=True, cache=True)
+def attend(queries, keys, values, tables, pieces, scale, out):
     """Causal attention of each piece's queries to their own sequence.
 
     Args:
@@ -328,64 +392,15 @@ def _attend(queries, keys, values, tables, pieces, scale, out):
         scale: float32, of the scores.
         out: (T, heads * D), float32 or bfloat16 bits, filled for the pieces' tokens.
     """
-    num_heads, head_size = queries.shape[1], queries.shape[2]
-    num_kv_heads = keys.shape[1]
-    group = num_heads // num_kv_heads
-    num_words = keys.shape[2]
-    group_size = head_size // num_words
-    stride = num_words * BLOCK_TOKENS
-    num_pieces = pieces.shape[0]
-    total = 0
-    for piece in range(num_pieces):
-        total += (pieces[piece, 2] * group + SHARE - 1) // SHARE * num_kv_heads
-    # What is computed by itself: piece, KV head, and the first of its queries.
-    shares = np.empty((total, 3), np.int64)
-    at_share = 0
-    for piece in range(num_pieces):
-        for start in range(0, pieces[piece, 2] * group, SHARE):
-            for head in range(num_kv_heads):
-                shares[at_share] = piece, head, start
-                at_share += 1
-    for share in numba.prange(total):
-        piece, head, start = shares[share]
-        row, first = pieces[piece, 0], pieces[piece, 1]
-        num_rows, position = pieces[piece, 2] * group, pieces[piece, 3]
-        q_words = np.empty(MAX_QUERIES * num_words, keys.dtype)
-        weight_words = np.empty(MAX_QUERIES * BLOCK_TOKENS // group_size, keys.dtype)
-        q, weights = _numbers(q_words), _numbers(weight_words)
-        scores = np.empty(MAX_QUERIES * BLOCK_TOKENS, np.float32)
-        running = np.empty(MAX_QUERIES * 3, np.float32)
-        sums = np.empty(MAX_QUERIES * head_size, np.float32)
-        limits = np.empty(MAX_QUERIES, np.int64)
-        for begin in range(start, min(start + SHARE, num_rows), MAX_QUERIES):
-            n = min(MAX_QUERIES, num_rows - begin)
-            for i in range(n):
-                t, h = (begin + i) // group, head * group + (begin + i) % group
-                limits[i] = position + t + 1
-                running[3 * i] = -np.inf
-                running[3 * i + 1] = 0.0
-                for d in range(head_size):
-                    q[i * head_size + d] = as_kept(q, queries[first + t, h, d])
-                    sums[i * head_size + d] = 0.0
-            for b in range((limits[n - 1] + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
-                at = (tables[row, b] * num_kv_heads + head) * stride
-                _score(n, q_words, num_words, keys, at, scores)
-                most = 0
-                for i in range(n):
-                    num_valid = min(max(limits[i] - b * BLOCK_TOKENS, 0), BLOCK_TOKENS)
-                    most = max(most, num_valid)
-                    _soften(scores, i * BLOCK_TOKENS, num_valid, scale, running, i, weights)
-                step = BLOCK_TOKENS // group_size
-                num_read = (most + group_size - 1) // group_size
-                _collect(n, weight_words, step, num_read, values, at, head_size, running, sums)
-            for i in range(n):
-                t, h = (begin + i) // group, head * group + (begin + i) % group
-                factor = np.float32(1.0) / running[3 * i + 1]
-                for d in range(head_size):
-                    number = sums[i * head_size + d] * factor
-                    out[first + t, h * head_size + d] = as_kept(out, number)
+    shares = _shares(pieces, queries.shape[1] // keys.shape[1], keys.shape[1])
+    for i in range(len(shares)):
+        _attend_share(shares[i], queries, keys, values, tables, pieces, scale, out)
 
 
-attend = numba.njit(nogil=True, cache=True)(_attend)
-attend_in_parallel = numba.njit(nogil=True, cache=True, parallel=True)(_attend)
-"""The same on as many threads as `numba.set_num_threads` says; equal to the last bit."""
+# A function of its own: numba keeps what it compiled by the function, not by how it was compiled.
+@numba.njit(nogil=True, cache=True, parallel=True)
+def attend_in_parallel(queries, keys, values, tables, pieces, scale, out):
+    """The same on as many threads as `numba.set_num_threads` says; equal to the last bit."""
+    shares = _shares(pieces, queries.shape[1] // keys.shape[1], keys.shape[1])
+    for i in numba.prange(len(shares)):
+        _attend_share(shares[i], queries, keys, values, tables, pieces, scale, out)

@@ -162,7 +162,28 @@ def _int8_rows(typingctx, num_rows, x, x_at, packed, packed_at, num_groups, num_
     )  # fmt: skip
 
 
-def _bf16_product(x, packed, out):
+@numba.njit(nogil=True, cache=True)
+def _bf16_tile(tile, x, packed, out):
+    num_rows, num_groups = x.shape
+    num_out = out.shape[1]
+    column = tile * TILE
+    at, valid = column * num_groups, (num_out - column) // LANES
+    m = 0
+    while m + 6 <= num_rows:
+        _bf16_rows(6, x, m * num_groups, packed, at, num_groups, valid, out, m * num_out + column, num_out)  # fmt: skip
+        m += 6
+    while m + 4 <= num_rows:
+        _bf16_rows(4, x, m * num_groups, packed, at, num_groups, valid, out, m * num_out + column, num_out)  # fmt: skip
+        m += 4
+    while m + 2 <= num_rows:
+        _bf16_rows(2, x, m * num_groups, packed, at, num_groups, valid, out, m * num_out + column, num_out)  # fmt: skip
+        m += 2
+    if m < num_rows:
+        _bf16_rows(1, x, m * num_groups, packed, at, num_groups, valid, out, m * num_out + column, num_out)  # fmt: skip
+
+
+@numba.njit(nogil=True, cache=True)
+def bf16_product(x, packed, out):
     """out = x W^T.
 
     Args:
@@ -170,26 +191,40 @@ def _bf16_product(x, packed, out):
         packed: (tiles, K / 2, TILE) uint32, of `pack`.
         out: (M, N) float32, N a multiple of 16, filled.
     """
+    for tile in range(packed.shape[0]):
+        _bf16_tile(tile, x, packed, out)
+
+
+# A function of its own: numba keeps what it compiled by the function, not by how it was compiled.
+@numba.njit(nogil=True, cache=True, parallel=True)
+def bf16_product_in_parallel(x, packed, out):
+    """The same on as many threads as `numba.set_num_threads` says; equal to the last bit."""
+    for tile in numba.prange(packed.shape[0]):
+        _bf16_tile(tile, x, packed, out)
+
+
+@numba.njit(nogil=True, cache=True)
+def _int8_tile(tile, x, packed, starts, scales, factors, out):
     num_rows, num_groups = x.shape
     num_out = out.shape[1]
-    for tile in numba.prange(packed.shape[0]):
-        column = tile * TILE
-        at, valid = column * num_groups, (num_out - column) // LANES
-        m = 0
-        while m + 6 <= num_rows:
-            _bf16_rows(6, x, m * num_groups, packed, at, num_groups, valid, out, m * num_out + column, num_out)  # fmt: skip
-            m += 6
-        while m + 4 <= num_rows:
-            _bf16_rows(4, x, m * num_groups, packed, at, num_groups, valid, out, m * num_out + column, num_out)  # fmt: skip
-            m += 4
-        while m + 2 <= num_rows:
-            _bf16_rows(2, x, m * num_groups, packed, at, num_groups, valid, out, m * num_out + column, num_out)  # fmt: skip
-            m += 2
-        if m < num_rows:
-            _bf16_rows(1, x, m * num_groups, packed, at, num_groups, valid, out, m * num_out + column, num_out)  # fmt: skip
+    column = tile * TILE
+    at, valid = column * num_groups, (num_out - column) // LANES
+    m = 0
+    while m + 6 <= num_rows:
+        _int8_rows(6, x, m * num_groups, packed, at, num_groups, valid, starts, scales, column, factors, m, out, m * num_out + column, num_out)  # fmt: skip
+        m += 6
+    while m + 4 <= num_rows:
+        _int8_rows(4, x, m * num_groups, packed, at, num_groups, valid, starts, scales, column, factors, m, out, m * num_out + column, num_out)  # fmt: skip
+        m += 4
+    while m + 2 <= num_rows:
+        _int8_rows(2, x, m * num_groups, packed, at, num_groups, valid, starts, scales, column, factors, m, out, m * num_out + column, num_out)  # fmt: skip
+        m += 2
+    if m < num_rows:
+        _int8_rows(1, x, m * num_groups, packed, at, num_groups, valid, starts, scales, column, factors, m, out, m * num_out + column, num_out)  # fmt: skip
 
 
-def _int8_product(x, packed, starts, scales, factors, out):
+@numba.njit(nogil=True, cache=True)
+def int8_product(x, packed, starts, scales, factors, out):
     """out = (x - ZERO_BYTE) W^T * scales * factors.
 
     Args:
@@ -199,26 +234,12 @@ def _int8_product(x, packed, starts, scales, factors, out):
         scales: (tiles * TILE,) float32, of the columns. factors: (M,) float32, of the rows.
         out: (M, N) float32, N a multiple of 16, filled.
     """
-    num_rows, num_groups = x.shape
-    num_out = out.shape[1]
+    for tile in range(packed.shape[0]):
+        _int8_tile(tile, x, packed, starts, scales, factors, out)
+
+
+@numba.njit(nogil=True, cache=True, parallel=True)
+def int8_product_in_parallel(x, packed, starts, scales, factors, out):
+    """The same on several threads."""
     for tile in numba.prange(packed.shape[0]):
-        column = tile * TILE
-        at, valid = column * num_groups, (num_out - column) // LANES
-        m = 0
-        while m + 6 <= num_rows:
-            _int8_rows(6, x, m * num_groups, packed, at, num_groups, valid, starts, scales, column, factors, m, out, m * num_out + column, num_out)  # fmt: skip
-            m += 6
-        while m + 4 <= num_rows:
-            _int8_rows(4, x, m * num_groups, packed, at, num_groups, valid, starts, scales, column, factors, m, out, m * num_out + column, num_out)  # fmt: skip
-            m += 4
-        while m + 2 <= num_rows:
-            _int8_rows(2, x, m * num_groups, packed, at, num_groups, valid, starts, scales, column, factors, m, out, m * num_out + column, num_out)  # fmt: skip
-            m += 2
-        if m < num_rows:
-            _int8_rows(1, x, m * num_groups, packed, at, num_groups, valid, starts, scales, column, factors, m, out, m * num_out + column, num_out)  # fmt: skip
-
-
-bf16_product = numba.njit(nogil=True, cache=True)(_bf16_product)
-bf16_product_in_parallel = numba.njit(nogil=True, cache=True, parallel=True)(_bf16_product)
-int8_product = numba.njit(nogil=True, cache=True)(_int8_product)
-int8_product_in_parallel = numba.njit(nogil=True, cache=True, parallel=True)(_int8_product)
+        _int8_tile(tile, x, packed, starts, scales, factors, out)

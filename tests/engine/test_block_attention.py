@@ -20,6 +20,12 @@ from deployments.engine.block_attention import (
     block_shapes,
     place_qkv,
 )
+from deployments.engine.products import (
+    bf16_product,
+    bf16_product_in_parallel,
+    int8_product,
+    int8_product_in_parallel,
+)
 
 Array = NDArray[Any]
 DTYPES = [np.float32, np.uint32]
@@ -217,3 +223,18 @@ def test_placed_queries_and_keys_are_turned_and_values_are_not(dtype: Any) -> No
         held = keys_of(keys)[block, :, :, offset]
         np.testing.assert_allclose(held, turned[t, heads : heads + kv_heads], atol=precision)
         assert (values_of(values)[block, :, offset] == rows[t, heads + kv_heads :].numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("one", "several"),
+    [
+        (attend, attend_in_parallel),
+        (bf16_product, bf16_product_in_parallel),
+        (int8_product, int8_product_in_parallel),
+    ],
+)
+def test_what_runs_on_threads_is_not_kept_as_what_does_not(one: Any, several: Any) -> None:
+    # numba keeps compiled code by the function alone: one of the two would be loaded for both.
+    assert one.py_func is not several.py_func
+    assert several.targetoptions["parallel"]
+    assert "parallel" not in one.targetoptions
